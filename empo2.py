@@ -22,13 +22,11 @@ THE METHOD (Algorithm 1; the function `train` reads as this box)
 WHERE WE PART FROM THE PAPER   (in the comments: [P] the paper, [C] its released code, [O] our choice and why)
   1. The mode is drawn per group, not per step: a batch may hold all three, a group is never mixed.
   2. n in r_int = 1/n counts the present visit: a first visit pays 1; read literally it pays 1/0.
-  3. Memory keys embed the task and the latest observation, not the whole chat as in [C]: the embedder reads
-     256 word pieces, and all states of a task would have nearly the same key.
+  3. Memory keys embed the task and the latest observation: of a whole chat, [C]'s key, 256 word pieces count.
   4. One GPU with LoRA is the default; the paper trains all weights on eight.
 AND FROM THE RELEASED CODE
   5. r_int reaches the advantage; in [C] it reaches only a logged metric.
-  6. The mask is on, per token, by the current policy in the update's context; [C] masks whole responses, by
-     the old log-probs with tips, and ships with the mask off.
+  6. The mask is on, per token, by the current policy in the update's context; in [C] off, and per response.
   7. Contexts with and without tips are two readings of the same pieces; [C] searches the ids for <tip> tags.
   8. A limit of 30 means 30 actions; an understood action is never changed; late rewards are not dropped.
 
@@ -140,7 +138,9 @@ class Config:
     eval_temperature: float = opt(0.4, "sampling temperature in evaluation [P] App. G")
 
     def check(self):
-        """Raise `Mistake` for a number that cannot be meant."""
+        """Raise `Mistake` for a value that cannot be meant."""
+        if (folder := Path(self.runs) / self.name).exists() and self.name != "auto":
+            raise Mistake(f"{folder} exists already: give another --name, or move it away")
         may_be_zero = ("seed step_limit shots tip_budget p q tip_threshold visit_threshold bonus_coef delta "
                        "clip_low clip_high kl_coef").split()
         for name, value in ((k, v) for k, v in vars(self).items() if not isinstance(v, str)):
@@ -323,9 +323,8 @@ class MiniWorld(World):
 
 
 # ==== Conversation: a trajectory is one append-only sequence of pieces, its two contexts are readings of it =
-SYSTEM = ("You are a careful scientist in a text world. Every turn you read what you see and answer with "
-          "exactly one action and nothing else. Focus only on what the task names, and only when you see it: "
-          "a wrong focus fails the task.")
+SYSTEM = ("You are a scientist in a text world. Every turn, answer with exactly one action and nothing else. "
+          "Focus only on what the task names, and only when you see it: a wrong focus fails the task.")
 TIP_REQUEST = ("{observation}\n\nThe episode is over with {score} of 100 points. Tell whoever tries next, in "
                "one sentence of under 100 words, what happened, what you learnt, how far from done it is.")
 TIPS_OPEN = "Memories of earlier attempts:"
@@ -410,13 +409,14 @@ class Episode:
     def add_turn(self, chat, opening, tips=(), budget=0):
         """Append a user turn: its text, as many of the tips as the budget allows, the template's close."""
         self.pieces.append(Piece("text", opening))
-        tips, room = list(tips), budget - sum(len(piece.ids) for piece in self.pieces if piece.kind == "tips")
-        block = lambda: chat.data("\n\n" + "\n- ".join([TIPS_OPEN, *tips]))
-        while tips and len(block()) > room:
-            tips.pop()
-        if tips:
-            self.pieces.append(Piece("tips", block()))
-            self.tips += tips
+        room, block, shown = budget - sum(len(x.ids) for x in self.pieces if x.kind == "tips"), [], []
+        for tip in tips:
+            longer = chat.data("\n\n" + "\n- ".join([TIPS_OPEN, *shown, tip]))
+            if len(longer) <= room:
+                block, shown = longer, [*shown, tip]
+        if shown:
+            self.pieces.append(Piece("tips", block))
+            self.tips += shown
         self.pieces.append(Piece("text", chat.to_assistant))
 
     def add_action(self, chat, ids, logp):
@@ -549,7 +549,7 @@ class Player:
     def __init__(self, cfg, policy, worlds, embed):
         self.cfg, self.policy, self.worlds, self.embed = cfg, policy, worlds, embed
         self.memory = TipMemory(cfg.capacity, cfg.top_k, cfg.tip_threshold, cfg.rank)
-        self.counter, self.examples = VisitCounter(cfg.visit_threshold), {}
+        self.counter, self.examples, self.prompts = VisitCounter(cfg.visit_threshold), {}, {}
         self.threads = ThreadPoolExecutor(min(len(worlds), 2 * cfg.jvms))
 
     def play(self, groups, n, temperature, learn=True):
@@ -558,7 +558,8 @@ class Player:
         """
         chat, episodes = self.policy.chat, [Episode(*group) for group in groups for _ in range(n)]
         for task, variation, _ in groups:
-            self.prepare_examples(task, variation)
+            if (task, variation) not in self.prompts:
+                self.prepare_examples(task, variation)
         self.add_turns(episodes, list(self.threads.map(self.begin, self.worlds, episodes)))
         ids, cache = [e.tokens(with_tips=True)[0] for e in episodes], KVCache(self.policy, len(groups))
         cache.append([os.path.commonprefix([x[:-1] for x in ids[i:i + n]]) for i in range(0, len(ids), n)])
@@ -599,7 +600,7 @@ class Player:
         named = re.findall(r"focus on (?:the |a |an )?(.+?)(?=[.,]|$)", e.task_text, re.IGNORECASE)
         first = (f"{e.task_text}\nActions: {', '.join(world.formats)}.\nYou may focus only on: "
                  f"{', '.join(dict.fromkeys(named))}.\n{world.inventory}\n\n{observation}")
-        return self.policy.chat.opening(self.examples[e.task, e.variation], first)
+        return self.policy.chat.opening(self.prompts[e.task, e.variation], first)
 
     def add_turns(self, episodes, openings):
         """Append the next user turn, with tips in memory mode, or end an episode that has no room for it.
@@ -635,24 +636,26 @@ class Player:
                 self.memory.add(key, text, score, f"{e.task}/{e.variation}")
 
     def prepare_examples(self, task, variation):
-        """Play the prompt's examples, once: gold paths on other training variations, where possible not on
-        those trained on, so that an example gives no episode away.
+        """Play the prompt's examples: gold paths on other training variations, where possible not on those
+        trained on, so that an example gives no episode away. Variations with the same examples share them.
         """
-        world, cfg = self.worlds[0], self.cfg
-        train, turns = world.variations(task, "train"), []
+        world, cfg, chat = self.worlds[0], self.cfg, self.policy.chat
+        train = world.variations(task, "train")
         others = [v for v in train[cfg.train_variations:] + train[:cfg.train_variations] if v != variation]
-        for example in others[:cfg.shots if (task, variation) not in self.examples else 0]:
-            gold = world.gold_path(task, example)
-            lead, observation = world.reset(task, example, limit=len(gold))
-            while gold and not world.done:
-                turns.append((f"{lead}\n\n{observation[:cfg.shot_chars]}".strip(), gold.pop(0)))
-                lead, observation = "", world.step(turns[-1][1])[0]
-        dropped = 0
-        while turns and len(self.policy.chat.opening(turns, "")) > cfg.context // 2:
-            dropped += bool(turns.pop())
-        if dropped:
-            say(f"examples of {task}: the last {dropped} turns do not fit into half of --context")
-        self.examples.setdefault((task, variation), turns)
+        if (chosen := (task, *others[:cfg.shots])) not in self.examples:
+            turns, dropped = [], 0
+            for example in chosen[1:]:
+                gold = world.gold_path(task, example)
+                lead, observation = world.reset(task, example, limit=len(gold))
+                while gold and not world.done:
+                    turns.append((f"{lead}\n\n{observation[:cfg.shot_chars]}".strip(), gold.pop(0)))
+                    lead, observation = "", world.step(turns[-1][1])[0]
+            while turns and len(chat.opening(turns, "")) > cfg.context // 2:
+                dropped += bool(turns.pop())
+            if dropped:
+                say(f"examples of {task}: the last {dropped} turns do not fit into half of --context")
+            self.examples[chosen] = turns
+        self.prompts[task, variation] = self.examples[chosen]
 
 
 # ==== Advantages and loss: pure functions of tensors  [P] Eq. 2, 4.2 ========================================
@@ -699,9 +702,8 @@ def kl_k3(logp_new, logp_ref):
 def action_logps(policy, rows, temperature):
     """Score B trajectories given as (ids, action_mask): log-prob and entropy of their action tokens.
 
-    Returns logp, entropy, mask, all (B, K): packed, so that the two contexts of a trajectory align token by
-    token. One forward covers all turns of an episode, and logits exist only where they predict an action
-    token: all (T, V) of them would be the largest tensor of the run.
+    Returns logp, entropy, mask, all (B, K), packed: two contexts of a trajectory align token by token. One
+    forward covers all turns, and logits exist only where they predict an action token, never (T, V) of them.
     """
     ids, act = ([torch.tensor(x, device=policy.device) for x in column] for column in zip(*rows))
     seen = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)                   # (B, T)
@@ -770,18 +772,16 @@ def update(policy, optimizer, episodes, cfg, rng):
 
 # ==== Evaluation: unseen variations, no memory, temperature 0.4, seeded  [P] App. G, Table 1 ================
 # Mean returns of Naive, Reflexion, Retrospex, GRPO, EMPO²; the README has the deviations.
-TABLE_1 = """chemistry-mix -42.0 1.2 20.8 12.4 42.7;
-chemistry-mix-paint-secondary-color -33.0 0.0 27.8 7.1 33.3;
-chemistry-mix-paint-tertiary-color -33.9 36.9 7.6 42.6 39.2; find-animal -58.2 39.5 25.9 72.4 100.0;
-find-living-thing -65.1 36.6 20.6 68.7 100.0; find-non-living-thing -35.9 4.8 89.1 24.7 100.0;
-find-plant -47.1 15.1 23.0 46.2 100.0; identify-life-stages-1 -48.9 9.2 19.0 17.9 36.2;
-identify-life-stages-2 -50.7 33.8 11.0 39.5 56.3; lifespan-longest-lived -51.8 44.6 55.0 78.2 100.0;
-lifespan-longest-lived-then-shortest-lived -56.2 34.1 38.0 62.3 100.0;
-lifespan-shortest-lived -56.8 6.1 67.0 20.6 100.0; power-component -90.0 6.3 8.2 15.1 94.3;
-power-component-renewable-vs-nonrenewable-energy -85.0 11.7 10.0 24.6 92.6;
-test-conductivity -86.9 13.2 60.0 27.8 89.5;
-test-conductivity-of-unknown-substances -81.7 2.6 65.5 9.5 71.4;
-measure-melting-point-known-substance -97.5 11.4 26.5 19.8 27.6; use-thermometer -83.7 0.9 32.5 7.6 82.7"""
+TABLE_1 = """power-component-renewable-vs-nonrenewable-energy -85.0 11.7 10.0 24.6 92.6;
+lifespan-longest-lived-then-shortest-lived -56.2 34.1 38.0 62.3 100.0; find-plant -47.1 15.1 23.0 46.2 100.0;
+test-conductivity-of-unknown-substances -81.7 2.6 65.5 9.5 71.4; test-conductivity -86.9 13.2 60.0 27.8 89.5;
+measure-melting-point-known-substance -97.5 11.4 26.5 19.8 27.6; power-component -90.0 6.3 8.2 15.1 94.3;
+chemistry-mix-paint-secondary-color -33.0 0.0 27.8 7.1 33.3; find-non-living-thing -35.9 4.8 89.1 24.7 100.0;
+chemistry-mix-paint-tertiary-color -33.9 36.9 7.6 42.6 39.2; identify-life-stages-1 -48.9 9.2 19.0 17.9 36.2;
+lifespan-longest-lived -51.8 44.6 55.0 78.2 100.0; lifespan-shortest-lived -56.8 6.1 67.0 20.6 100.0;
+identify-life-stages-2 -50.7 33.8 11.0 39.5 56.3; find-living-thing -65.1 36.6 20.6 68.7 100.0;
+use-thermometer -83.7 0.9 32.5 7.6 82.7; chemistry-mix -42.0 1.2 20.8 12.4 42.7;
+find-animal -58.2 39.5 25.9 72.4 100.0"""
 
 
 def evaluate(player, cfg, variations):
@@ -932,8 +932,6 @@ class Run:
         name = f"{cfg.env}-{cfg.task}-seed{cfg.seed}-{time.strftime('%m%d-%H%M%S')}"
         self.cfg, self.history = cfg, []
         self.folder = Path(cfg.runs) / (name if cfg.name == "auto" else cfg.name)
-        if self.folder.exists():
-            raise Mistake(f"{self.folder} exists already: give another --name, or move it away")
         (self.folder / "transcripts").mkdir(parents=True)
         self.write("config.json", json.dumps(vars(cfg), indent=1))
         say(f"run folder: {self.folder}")
@@ -1043,7 +1041,7 @@ def main(argv=None):
     try:
         execute(parse(argv))
     except (Mistake, OSError) as error:
-        print(f"empo2: {error}", file=sys.stderr)
+        print(f"empo2: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 
