@@ -52,6 +52,7 @@ import shutil
 import statistics
 import sys
 import time
+import warnings
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ from threading import Lock
 # Before torch starts: OpenMP threads that spin while idle would take the core that Java needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+warnings.filterwarnings("ignore", category=FutureWarning)    # of one library about another
 
 import torch
 import torch.nn.functional as F
@@ -203,7 +205,8 @@ class World:
         if self.unknown_action == "nearest-no-focus":
             candidates = [a for a in candidates if not a.startswith("focus")]
         overlap = lambda a: len(words & set(a.split())) / len(words | set(a.split()))
-        return max(candidates, key=overlap, default=None)
+        best = max(candidates, key=overlap, default="")
+        return best if self.unknown_action == "nearest" or overlap(best) else None    # not without a word [O]
 
     def close(self):
         """Free what the world holds; the Java processes belong to the pool."""
@@ -234,7 +237,9 @@ class SimulatorPool:
     def close(self):
         """End the Java processes; may be called twice."""
         while self.hosts:
-            self.hosts.pop()[0].close()
+            host, _ = self.hosts.pop()
+            host.close()
+            host._gateway.java_process.wait(10)
 
 
 class ScienceWorld(World):
@@ -249,7 +254,8 @@ class ScienceWorld(World):
             self.simulator.load(task, variation, self.simplification, False)
             self.formats = [a for a in self.simulator.getPossibleActions() if "task" not in a]
             self.inventory = self.simulator.freeActionInventory().strip()
-            return self.simulator.getTaskDescription().strip(), self.simulator.freeActionLook().strip()
+            # The first known action notes where the agent starts: if it was a move, that would earn nothing.
+            return self.simulator.getTaskDescription().strip(), self.simulator.step("look around").strip()
 
     def _act(self, text):
         with self.lock:
@@ -449,12 +455,9 @@ class TipMemory:
         """tips_t = Retr(s_t; M): at most `top_k` texts, not in `seen`, their cosine with `query`, (D,), above
         the threshold; highest score first and similarity between equals, or the other way round.
         """
-        shelf = self.groups.get(group)
-        if not shelf:
-            return []
-        cosine = (torch.stack([tip.key for tip in shelf]) @ query).tolist()                    # one per tip
-        near = [((tip.score, c) if self.rank == "score" else (c, tip.score), tip.text)
-                for tip, c in zip(shelf, cosine) if c > self.threshold and tip.text not in seen]
+        near = [((tip.score, cosine) if self.rank == "score" else (cosine, tip.score), tip.text)
+                for tip in self.groups.get(group, ())
+                if (cosine := float(tip.key @ query)) > self.threshold and tip.text not in seen]
         return [text for _, text in sorted(near, key=lambda pair: pair[0], reverse=True)[:self.top_k]]
 
 
@@ -480,8 +483,8 @@ class VisitCounter:
 class KVCache:
     """Keys and values of the live conversations, so that each turn feeds only its new tokens.
 
-    Chunks are ragged, padded on the left, and the padding stays as holes: the causal mask works on slots, the
-    rotary position counts real tokens, so that a hole costs memory and changes no number.
+    Ragged chunks are padded on the left. The padding stays, as holes that change no number: the causal mask
+    works on slots, the rotary position counts real tokens.
     """
     def __init__(self, policy, rows=0):
         from transformers import DynamicCache
@@ -525,8 +528,8 @@ class KVCache:
 def sample(policy, cache, logits, longest, temperature, tick=lambda: None):
     """One answer per row, up to its stop token or `longest` tokens: (ids, log-probs), R lists each.
 
-    It samples what the update scores: the whole vocabulary at one temperature. The last token of an answer is
-    not in the cache yet: the row's next chunk begins with it.
+    The whole vocabulary at one temperature, as the update scores it. The cache lacks an answer's last token:
+    the row's next chunk begins with it.
     """
     ids, logps, active = [[] for _ in logits], [[] for _ in logits], range(len(logits))
     for _ in range(longest):
@@ -673,7 +676,6 @@ def empo2_loss(logp_new, logp_old, advantages, action_mask, *, clip_low, clip_hi
     """The masked, clipped policy loss, to be minimised: (loss, stats).
 
         L = - 1/total  sum  min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)  1[pi_theta(a | .) >= delta]
-
     logp_new, logp_old, action_mask: (B, T); advantages: (B,); values off the mask are ignored. `total` is the
     number of action tokens of the whole optimiser step (the paper's NT: masked ones stay in the count): so
     micro-batches add up to the same gradient. None divides by the unmasked action tokens of this call.
@@ -720,9 +722,9 @@ def action_logps(policy, rows, temperature):
 
 
 def update(policy, optimizer, episodes, cfg, rng):
-    """Train on one batch of episodes. Returns statistics, averaged over its action tokens.
+    """Train on one batch of episodes; returns statistics, averaged over its action tokens.
 
-    Context of a mode ([P] Table 3)      new log-prob      old log-prob
+    context of a mode ([P] Table 3)      new log-prob      old log-prob
         plain                            plain             plain
         on-memory                        with tips         with tips
         off-memory                       plain             with tips (--off-policy-denominator student: plain)
@@ -736,8 +738,7 @@ def update(policy, optimizer, episodes, cfg, rng):
     sums, norms, logp_old = {}, [], {}
     policy.model.train()
     with progress(total=2 * len(episodes), desc="update, episodes") as bar:
-        # pi_old by the trainer's own forward, before the first step: in bf16 the sampler's log-probs are off
-        # by up to 0.1 nat, which the ratio would take for a change of policy.
+        # pi_old by the trainer's own forward: in bf16 the sampler's log-probs are off by up to 0.1 nat.
         for part in parts(episodes, cfg.micro_batch):
             with torch.no_grad():
                 logp, _, mask = score(part, old_tips)                                          # (B, K)
@@ -755,7 +756,7 @@ def update(policy, optimizer, episodes, cfg, rng):
                     with torch.no_grad(), policy.model.disable_adapter():                      # pi_ref
                         ref = score(part, new_tips)[0]                                         # (B, K)
                     kl = torch.where(mask, kl_k3(logp, ref), 0.0).sum()                        # scalar
-                    loss, stats["kl"] = loss + cfg.kl_coef * kl / total, float(kl / mask.sum())
+                    loss, stats["kl"] = loss + cfg.kl_coef * kl / total, float(kl.detach() / mask.sum())
                 loss.backward()
                 for name, value in stats.items():
                     sums.setdefault(name, []).append((value, int(mask.sum())))
@@ -854,9 +855,8 @@ class Policy:
         if cfg.checkpointing == "on":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(cfg.seed)                          # the adapter starts with random A, and B = 0
-        self.model = get_peft_model(model, LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
-                                                      target_modules="all-linear", task_type="CAUSAL_LM"))
-        self.model.to(device).eval()
+        lora = LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear")
+        self.model = get_peft_model(model, lora).to(device).eval()
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
 
 
@@ -1005,11 +1005,11 @@ def parse(argv=None):
     preset = ("gpu" if device == "cuda" else "cpu") if preset == "auto" else preset
     if not present[device]:
         raise Mistake(f"this machine has no {device}; try --device auto")
-    values = {f.name: f.metadata["values"][preset] for f in fields(Config)}
-    cfg = Config(**{**values, **given, "device": device, "preset": preset})
+    chosen = {f.name: f.metadata["values"][preset] for f in fields(Config)} | given
+    cfg = Config(**chosen | {"device": device, "preset": preset})
     cfg.check()
-    shown = ", ".join(f"{name} {short(value)}" for name, value in vars(cfg).items())
-    say(f"device: {device}\npreset: {preset}; {shown}")
+    say(f"device: {device}\npreset: {preset}; "
+        + ", ".join(f"{name} {short(value)}" for name, value in vars(cfg).items()))
     return cfg
 
 
