@@ -198,7 +198,7 @@ class World:
         """The valid action with the highest word overlap (Jaccard), first among equals: the rule of [C].
 
         It turns a `focus` on an absent thing into one on a present, wrong thing, which ends at -100: so comes
-        Table 1's -90 for the untrained model. Therefore `nearest-no-focus` makes no focus up [O].
+        Table 1's -90 for the untrained model. `nearest-no-focus` makes up no focus, nor from no word [O].
         """
         words = set(text.lower().split())
         candidates = [] if self.unknown_action == "keep" else self.valid_actions()
@@ -206,7 +206,7 @@ class World:
             candidates = [a for a in candidates if not a.startswith("focus")]
         overlap = lambda a: len(words & set(a.split())) / len(words | set(a.split()))
         best = max(candidates, key=overlap, default="")
-        return best if self.unknown_action == "nearest" or overlap(best) else None    # not without a word [O]
+        return best if best and (self.unknown_action == "nearest" or overlap(best)) else None
 
     def close(self):
         """Free what the world holds; the Java processes belong to the pool."""
@@ -284,8 +284,7 @@ class ScienceWorld(World):
 class MiniWorld(World):
     """The trap of Figure 3, without Java: the bulb is in another room; a wrong focus ends at -100.
 
-    A variation is a colour: 0-4 train, 5-9 spare (for examples), 10-14 test. Finding the bulb pays 20 points,
-    focusing on it 40, connecting it 40.
+    Variations are colours (0-4 train, 5-9 spare, 10-14 test). Finding the bulb pays 20, focus and light 40.
     """
     COLOURS = "red blue green yellow violet orange white pink black brown cyan mauve silver gold grey".split()
     ROOMS = ("kitchen", "bedroom", "workshop", "greenhouse")
@@ -739,12 +738,13 @@ def update(policy, optimizer, episodes, cfg, rng):
     policy.model.train()
     with progress(total=2 * len(episodes), desc="update, episodes") as bar:
         # pi_old by the trainer's own forward: in bf16 the sampler's log-probs are off by up to 0.1 nat.
-        for part in parts(episodes, cfg.micro_batch):
+        batches = parts(rng.sample(episodes, len(episodes)), cfg.mini_batch)
+        for part in (part for batch in batches for part in parts(batch, cfg.micro_batch)):
             with torch.no_grad():
                 logp, _, mask = score(part, old_tips)                                          # (B, K)
             logp_old |= {e: row[m] for e, row, m in zip(part, logp, mask)}                     # (K,) each
             bar.update(len(part))
-        for batch in parts(rng.sample(episodes, len(episodes)), cfg.mini_batch):
+        for batch in batches:
             total = sum(tokens[e] for e in batch)
             for part in parts(batch, cfg.micro_batch):
                 logp, entropy, mask = score(part, new_tips)                                    # (B, K)
