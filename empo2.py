@@ -100,7 +100,7 @@ class Config:
     steps: int = opt(4000, "training steps; 4,000 took 40 h on 8 A100 [P]", gpu=150, cpu=6)
     groups: int = opt(16, "groups per step [P] App. G", gpu=2, cpu=1)
     group_size: int = opt(8, "N, rollouts per group [P] App. G", cpu=6)
-    mini_batch: int = opt(16, "episodes per optimiser step [P] App. G", gpu=8, cpu=3)
+    mini_batch: int = opt(16, "episodes per optimiser step [P] App. G", gpu=8, cpu=2)
     micro_batch: int = opt(1, "episodes per forward pass; never changes the gradient [O]")
     simplification: str = opt("easy", "ScienceWorld simplifications [P] App. G")
     train_variations: int = opt(5, "the first n training variations [P] App. G", cpu=1)
@@ -132,7 +132,7 @@ class Config:
     kl_coef: float = opt(0.0, "beta; 0 on ScienceWorld [P] App. G")
     off_policy_denominator: str = opt("teacher", "old log-prob: with tips [P] Table 3, [C]; plain [P] Alg. 1",
                                       choices=("teacher", "student"))
-    lr: float = opt(1e-6, "AdamW learning rate [P] for all weights; LoRA wants more [O]", gpu=2e-5, cpu=4e-4)
+    lr: float = opt(1e-6, "AdamW learning rate [P] for all weights; LoRA wants more [O]", gpu=2e-5, cpu=6e-4)
     grad_clip: float = opt(1.0, "largest gradient norm [P] App. G")
     lora_rank: int = opt(32, "LoRA rank, on every linear layer but the head [O]", cpu=16)
     checkpointing: str = opt("on", "recompute activations backwards [O]", cpu="off", choices=("on", "off"))
