@@ -283,7 +283,7 @@ class ScienceWorld(World):
 class MiniWorld(World):
     """The trap of Figure 3, without Java: the bulb is in another room; a wrong focus ends at -100.
 
-    Variations are colours (0-4 train, 5-9 spare, 10-14 test). Finding the bulb pays 20 points, the rest 40 each.
+    Variations are colours (0-4 train, 5-9 spare, 10-14 test). Finding the bulb pays 20, focus and light 40.
     """
     COLOURS = "red blue green yellow violet orange white pink black brown cyan mauve silver gold grey".split()
     ROOMS = ("kitchen", "bedroom", "workshop", "greenhouse")
