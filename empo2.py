@@ -609,7 +609,7 @@ class Player:
         """
         for e, opening in zip(episodes, openings):
             length = len(e.tokens(with_tips=False)[0]) + len(opening) + len(self.policy.chat.to_assistant)
-            if length + self.cfg.action_tokens <= self.cfg.context:
+            if length + self.cfg.action_tokens < self.cfg.context:       # < : a stop token may follow
                 query = None if e.mode == "plain" else self.embed([e.state()])[0]
                 tips = () if query is None else self.memory.retrieve(query, f"{e.task}/{e.variation}", e.tips)
                 e.add_turn(self.policy.chat, opening, tips, self.cfg.tip_budget)
