@@ -782,7 +782,7 @@ def test_an_episode_ends_where_the_context_does(folder):
     lengths = []
     for mode in ("plain", "on-memory"):
         player = make_player(folder, step_limit=30, action_tokens=6, unknown_action="keep")
-        fill(player, [f"zebra {HOSTILE}"])
+        fill(player, ["zebra go to kitchen " * 30])
         player.prepare_examples(TASK, 0)
         player.cfg.context = len(player.begin(player.worlds[0], empo2.Episode(TASK, 0))) + 120
         episodes = player.play([(TASK, 0, mode)], 4, 0.8)
