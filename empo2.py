@@ -281,9 +281,8 @@ class ScienceWorld(World):
 
 
 class MiniWorld(World):
-    """The trap of Figure 3, without Java: the bulb is in another room; a wrong focus ends at -100.
-
-    Variations are colours (0-4 train, 5-9 spare, 10-14 test). Finding the bulb pays 20, focus and light 40.
+    """The trap of Figure 3, without Java: the bulb is in another room; a wrong focus ends at -100. Variations
+    are colours (0-4 train, 5-9 spare, 10-14 test). Finding the bulb pays 20 points, focus and light 40 each.
     """
     COLOURS = "red blue green yellow violet orange white pink black brown cyan mauve silver gold grey".split()
     ROOMS = ("kitchen", "bedroom", "workshop", "greenhouse")
@@ -988,6 +987,7 @@ def transcript(e):
 def parse(argv=None):
     """The configuration from the command line: a preset's values, and what the user puts instead."""
     def refuse(message):
+        """What argparse complains about, as one of our mistakes."""
         raise Mistake(f"{message}; see --help")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.error = refuse
