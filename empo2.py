@@ -379,7 +379,7 @@ class Chat:
 
 
 # A run of tokens. kind: "text" (prompt, observation, template), "tips" or "action" (sampled, hence trained).
-Piece = namedtuple("Piece", "kind ids logp", defaults=[()])
+Piece = namedtuple("Piece", "kind ids logp", defaults=[()])  # logp: the sampler's, of an action
 
 
 @dataclass(eq=False)
@@ -683,8 +683,8 @@ def empo2_loss(logp_new, logp_old, advantages, action_mask, *, clip_low, clip_hi
     ratio = log_ratio.exp()                                                                    # (B, T)
     plain = ratio * A                                                                          # (B, T)
     surrogate = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * A)             # (B, T)
-    surrogate = torch.where(A < 0, torch.maximum(surrogate, dual_clip * A), surrogate)         # (B, T)
-    keep = mask & (logp_new.detach().exp() >= delta)                                           # (B, T)
+    surrogate = torch.where(A < 0, torch.maximum(surrogate, dual_clip * A), surrogate)         # (B, T) [C]
+    keep = mask & (logp_new.detach().exp() >= delta)                                       # (B, T) [P] 4.2
     loss = -torch.where(keep, surrogate, 0.0).sum() / (total or keep.sum().clamp(min=1))       # scalar
     tokens = mask.sum().clamp(min=1)                                                           # scalar
     stats = {"ratio_mean": ratio[mask].sum() / tokens, "ratio_max": torch.where(mask, ratio, 0.0).max(),
