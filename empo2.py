@@ -327,7 +327,8 @@ class MiniWorld(World):
 
 # ==== Conversation: a trajectory is one append-only sequence of pieces, its two contexts are readings of it =
 SYSTEM = ("You are a scientist in a text world. Every turn, answer with exactly one action and nothing else. "
-          "Focus only on what the task names, and only when you see it: a wrong focus fails the task.")
+          "Focus only on what the task names, and only when you see it: a wrong focus fails the task.\n"
+          "Actions: {}.")
 TIP_REQUEST = ("{observation}\n\nThe episode is over with {score} of 100 points. Tell whoever tries next, in "
                "one sentence of under 100 words, what happened, what you learnt, how far from done it is.")
 TIPS_OPEN = "Memories of earlier attempts:"
@@ -370,9 +371,9 @@ class Chat:
         """What was said, for simulator and people. It is never encoded again for training."""
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
-    def opening(self, examples, first_user):
+    def opening(self, formats, examples, first_user):
         """Ids of the system prompt, of example turns [(observation, action), ...], of an open user turn."""
-        ids = self.head + self.data(SYSTEM) + self.to_first_user
+        ids = self.head + self.data(SYSTEM.format(", ".join(formats))) + self.to_first_user
         for observation, action in examples:
             ids += self.data(observation) + self.to_assistant + self.data(action) + [self.stop] + self.to_user
         return ids + self.data(first_user)
@@ -594,13 +595,18 @@ class Player:
         return episodes
 
     def begin(self, world, e):
-        """Reset a world; [P] App. B's prompt: examples, task, formats, focus, inventory, observation."""
+        """Reset a world; [P] App. B's prompt: action formats, examples, then the first turn."""
         e.task_text, observation = world.reset(e.task, e.variation)
         e.observations.append(observation)
-        named = re.findall(r"focus on (?:the |a |an )?(.+?)(?=[.,]|$)", e.task_text, re.IGNORECASE)
-        first = (f"{e.task_text}\nActions: {', '.join(world.formats)}.\nYou may focus only on: "
-                 f"{', '.join(dict.fromkeys(named))}.\n{world.inventory}\n\n{observation}")
-        return self.policy.chat.opening(self.prompts[e.task, e.variation], first)
+        first = self.first_turn(world, e.task_text, observation)
+        return self.policy.chat.opening(world.formats, self.prompts[e.task, e.variation], first)
+
+    @staticmethod
+    def first_turn(world, task_text, observation):
+        """What opens an episode, and an example, so that the example shows what to answer to it."""
+        named = re.findall(r"focus on (?:the |a |an )?(.+?)(?=[.,]|$)", task_text, re.IGNORECASE)
+        return (f"{task_text}\nYou may focus only on: {', '.join(dict.fromkeys(named))}.\n{world.inventory}"
+                f"\n\n{observation}")
 
     def add_turns(self, episodes, openings):
         """Append the next user turn, with tips in memory mode, or end an episode that has no room for it.
@@ -646,11 +652,12 @@ class Player:
             turns, dropped = [], 0
             for example in chosen[1:]:
                 gold = world.gold_path(task, example)
-                lead, observation = world.reset(task, example, limit=len(gold))
+                task_text, observation = world.reset(task, example, limit=len(gold))
+                observation = self.first_turn(world, task_text, observation[:cfg.shot_chars])
                 while gold and not world.done:
-                    turns.append((f"{lead}\n\n{observation[:cfg.shot_chars]}".strip(), gold.pop(0)))
-                    lead, observation = "", world.step(turns[-1][1])[0]
-            while turns and len(chat.opening(turns, "")) > cfg.context // 2:
+                    turns.append((observation, gold.pop(0)))
+                    observation = world.step(turns[-1][1])[0][:cfg.shot_chars]
+            while turns and len(chat.opening(world.formats, turns, "")) > cfg.context // 2:
                 dropped += bool(turns.pop())
             if dropped:
                 say(f"examples of {task}: the last {dropped} turns do not fit into half of --context")
@@ -744,8 +751,12 @@ def update(policy, optimizer, episodes, cfg, rng):
             bar.update(len(part))
         for batch in batches:
             total = sum(tokens[e] for e in batch)
+            for parameter in policy.trained:
+                parameter.grad = torch.zeros_like(parameter)
             for part in parts(batch, cfg.micro_batch):
-                logp, entropy, mask = score(part, new_tips)                                    # (B, K)
+                learns = cfg.kl_coef > 0 or any(e.advantage for e in part)     # without: only statistics
+                with torch.set_grad_enabled(learns):
+                    logp, entropy, mask = score(part, new_tips)                                # (B, K)
                 old = pad_sequence([logp_old[e] for e in part], batch_first=True)              # (B, K)
                 A = torch.tensor([e.advantage for e in part], device=policy.device)            # (B,)
                 loss, stats = empo2_loss(logp, old, A, mask, total=total, **loss_options)
@@ -755,13 +766,13 @@ def update(policy, optimizer, episodes, cfg, rng):
                         ref = score(part, new_tips)[0]                                         # (B, K)
                     kl = torch.where(mask, kl_k3(logp, ref), 0.0).sum()                        # scalar
                     loss, stats["kl"] = loss + cfg.kl_coef * kl / total, float(kl.detach() / mask.sum())
-                loss.backward()
+                if learns:
+                    loss.backward()
                 for name, value in stats.items():
                     sums.setdefault(name, []).append((value, int(mask.sum())))
                 bar.update(len(part))
             norms.append(float(torch.nn.utils.clip_grad_norm_(policy.trained, cfg.grad_clip)))
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
     policy.model.eval()
     count = sum(tokens.values())
     means = {name: sum(value * k for value, k in pairs) / count for name, pairs in sums.items()}
