@@ -1,4 +1,4 @@
-# The targets are the syllabus: make run, then make mini, then read, break and test.
+# The targets are the syllabus: make run, make mini, make ablate, then read, break and test.
 PY := .venv/bin/python
 SETUP := .venv/.ready
 export HF_HUB_DISABLE_TELEMETRY := 1
@@ -22,17 +22,25 @@ run: $(SETUP)  ## EMPO² on ScienceWorld's power-component, with what this machi
 test: $(SETUP)  ## all tests
 	$(PY) -m pytest -q --durations=10 test_empo2.py
 
-OUT := runs/mini-$(shell date +%m%d-%H%M%S)
-MINI := --env mini --steps 8 --group-size 4 --mini-batch 2 --step-limit 5 --action-tokens 10 --tip-tokens 24 --runs $(OUT)
+NOW := $(shell date +%m%d-%H%M%S)
+SMALL := --env mini --group-size 4 --mini-batch 2 --step-limit 5 --action-tokens 10 --tip-tokens 24
 mini: $(SETUP)  ## three seeds each of plain GRPO and EMPO² on the miniature world, without Java
-	for seed in 0 1 2; do \
-	  $(PY) empo2.py $(MINI) --seed $$seed --name grpo-$$seed --p 0 --bonus-coef 0 && \
-	  $(PY) empo2.py $(MINI) --seed $$seed --name empo2-$$seed || exit; \
-	done
-	$(PY) test_empo2.py compare $(OUT)/curve.png $(OUT)/grpo-? $(OUT)/empo2-?
+	$(PY) empo2.py $(SMALL) --steps 8 --seeds 0 1 2 --runs runs/mini-$(NOW) --name grpo --algo grpo
+	$(PY) empo2.py $(SMALL) --steps 8 --seeds 0 1 2 --runs runs/mini-$(NOW) --name empo2
+	$(PY) empo2.py --plot runs/mini-$(NOW)/* --runs runs/mini-$(NOW)
+
+LADDER := $(PY) empo2.py $(SMALL) --steps 5 --test-variations 4 --trials 3 --seeds 0 1 --runs runs/ablate-$(NOW)
+ablate: $(SETUP)  ## what each part buys: naive, reflexion, grpo, + memory, + bonus, + off-policy, two seeds each
+	$(LADDER) --name 1-naive --algo naive
+	$(LADDER) --name 2-reflexion --algo reflexion
+	$(LADDER) --name 3-grpo --algo grpo
+	$(LADDER) --name 4-memory --q 0 --bonus none
+	$(LADDER) --name 5-bonus --q 0
+	$(LADDER) --name 6-off-policy
+	$(PY) empo2.py --plot runs/ablate-$(NOW)/* --runs runs/ablate-$(NOW)
 
 clean:  ## remove what make made, but not runs/
 	rm -rf .venv .models .pytest_cache __pycache__
 
-.PHONY: help setup run test mini clean
+.PHONY: help setup run test mini ablate clean
 .DEFAULT_GOAL := help

@@ -560,8 +560,7 @@ class RND:
             torch.manual_seed(seed)
             self.target, self.predictor = net(size, 256, features), net(size, 256, 256, features)
         self.optimizer, self.gamma = torch.optim.Adam(self.predictor.parameters(), lr=1e-3), gamma
-        # Without a momentum, their running mean and variance are averages over all batches so far.
-        self.inputs, self.sums = (BatchNorm1d(n, affine=False, momentum=None) for n in (size, 1))
+        self.inputs, self.sums = (BatchNorm1d(n, affine=False, momentum=None) for n in (size, 1))  # all-time
 
     def bonuses(self, trajectories):
         """The bonus of every state of a batch, [(T, D), ...] -> [[float] * T, ...]; then learn the states."""
@@ -1174,14 +1173,15 @@ def parse(argv=None):
     layers = [{f.name: f.metadata["values"][sizes] for f in fields(Config)},
               RELEASE if preset == "release" else {}, ALGOS[given.get("algo", "empo2")],
               {"p": 1.0, "q": 0.0} if "adapt" in given else {}]
-    chosen = functools.reduce(dict.__or__, [*layers, given]) | {"device": device, "preset": preset}
+    chosen = functools.reduce(dict.__or__, [*layers, given]) | {"device": device}
+    chosen["preset"] = preset.replace("auto", sizes)
     chosen["tasks"] = [given["adapt"]] if "adapt" in given else chosen["tasks"] or [chosen["task"]]
     parts = [chosen["env"], *chosen["tasks"], "adapt" if "adapt" in given else chosen["algo"]]
     chosen["name"] = given.get("name", "-".join([*parts, time.strftime("%m%d-%H%M%S"), str(chosen["seed"])]))
     cfg = Config(**{name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()})
     cfg.check()
     if not cfg.plot:
-        say(f"device: {device}\npreset: {preset}, sizes for {sizes}; "
+        say(f"device: {device}\npreset: {cfg.preset}, sizes for {sizes}; "
             + ", ".join(f"{name} {short(value)}" for name, value in vars(cfg).items()))
     return cfg
 

