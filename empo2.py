@@ -700,7 +700,7 @@ class Player:
         for e, opening in zip(episodes, openings):
             length = len(e.tokens(with_tips=False)[0]) + len(opening) + len(self.policy.chat.to_assistant)
             if length + self.cfg.action_tokens < self.cfg.context:       # tips apart: all modes end alike
-                query = None if e.mode == "plain" else self.key(e)
+                query = None if e.mode == "plain" else self.key(e, opening)
                 tips = lambda seen: () if query is None else self.memory.retrieve(query, e.shelf, seen)
                 e.retrieved.append(len(tips(seen=())))
                 e.add_turn(self.policy.chat, opening, tips(e.tips), self.cfg.tip_budget)
@@ -710,10 +710,10 @@ class Player:
                 raise Mistake(f"the first prompt has {length} tokens and leaves no room for an action in "
                               f"--context {self.cfg.context}: raise that, or lower --shots")
 
-    def key(self, e):
+    def key(self, e, opening=()):
         """What memory compares, (D,): the latest state, or the chat, of which MiniLM reads the start [C]."""
-        whole = self.cfg.key == "conversation"
-        return self.embed([self.policy.chat.text(e.tokens(True)[0]) if whole else e.state()])[0]       # (D,)
+        whole = self.cfg.key == "conversation" and [*e.tokens(with_tips=True)[0], *opening]
+        return self.embed([self.policy.chat.text(whole) if whole else e.state()])[0]                   # (D,)
 
     def pay(self, episodes):
         """r_int of each action, by --bonus: for the state that it led to, or [C] for few tips in memory."""
@@ -1136,7 +1136,7 @@ def compare(folders, to):
         with loading("plot", str(folder), f"folders of finished runs; near that: {nearest(folder, near)}"):
             rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             scores = json.loads((folder / "evaluation.json").read_text())
-        label = re.sub(r"-?(seed\d.*|\d+)$", "", folder.name) or folder.parent.name
+        label = re.sub(r"(-?seed\d.*|-\d+)$", "", folder.name) or folder.parent.name
         curves.setdefault(label, []).append(rows)
         for task, named in scores.items():
             for when, x in named.items():
