@@ -196,9 +196,9 @@ class World:
     def __init__(self, unknown_action="nearest-no-focus", step_limit=0, extra_actions=0):
         self.unknown_action, self.step_limit, self.extra = unknown_action, step_limit, extra_actions
 
-    def reset(self, task, variation, limit=0):
-        """Start a task; returns (task_text, observation). `limit`, if given, replaces the step limit."""
-        self.limit = limit or (self.step_limit or STEP_LIMITS.get(task, 30)) + self.extra
+    def reset(self, task, variation):
+        """Start a task; returns (task_text, observation)."""
+        self.limit = (self.step_limit or STEP_LIMITS.get(task, 30)) + self.extra
         self.turns, self.score, self.done = 0, 0, False
         return self._start(task, variation)
 
@@ -514,11 +514,12 @@ class TipMemory:
         """tips_t = Retr(s_t; M): at most `top_k` texts, not in `seen`, their cosine with `query`, (D,), above
         the threshold; by score, then similarity, or the reverse. "recent": the last written, newest last.
         """
-        shelf = [tip for tip in self.groups.get(group, ()) if tip.text not in seen]
+        shelf = self.groups.get(group, ())
         if self.rank == "recent":
-            return [tip.text for tip in shelf[-self.top_k:]]
+            return [tip.text for tip in shelf[-self.top_k:] if tip.text not in seen]
         near = [((tip.score, cosine) if self.rank == "score" else (cosine, tip.score), tip.text)
-                for tip in shelf if (cosine := float(tip.key @ query)) > self.threshold]
+                for tip in shelf if tip.text not in seen
+                if (cosine := float(tip.key @ query)) > self.threshold]
         return [text for _, text in sorted(near, key=lambda pair: pair[0], reverse=True)[:self.top_k]]
 
 
@@ -565,14 +566,16 @@ class RND:
     def bonuses(self, trajectories):
         """The bonus of every state of a batch, [(T, D), ...] -> [[float] * T, ...]; then learn the states."""
         states, lengths = torch.cat(trajectories), [len(states) for states in trajectories]    # (n, D)
-        self.inputs.train()(states)
+        if len(states) > 1:                                  # a single one tells nothing of the spread
+            self.inputs.train()(states)
         x = self.inputs.eval()(states).clamp(-5, 5)                                            # (n, D)
         wanted = self.target(x).detach()                                                       # (n, features)
         errors = (self.predictor(x) - wanted).square().mean(-1).detach().split(lengths)        # (T,) each
         discounted = lambda so_far, error: self.gamma * so_far + error
         sums = [[x] for part in errors for x in accumulate(part.tolist(), discounted)]         # (n, 1)
-        self.sums(torch.tensor(sums))
-        self.scale = float(self.sums.running_var.sqrt())
+        if len(states) > 1:
+            self.sums(torch.tensor(sums))
+        self.scale = float(self.sums.running_var.sqrt()) + 1e-8
         for _ in range(4):                                   # epochs, as in CleanRL
             self.optimizer.zero_grad()
             (self.predictor(x) - wanted).square().mean().backward()
@@ -643,9 +646,7 @@ class Player:
         self.threads = ThreadPoolExecutor(min(len(worlds), 2 * cfg.jvms))
 
     def play(self, groups, n, temperature, learn=True):
-        """Roll out `groups`, a list of (task, variation, mode), n episodes each; returns them group by group.
-        With `learn`, r_int is paid, and every episode writes its tip.
-        """
+        """Play groups, [(task, variation, mode), ...], n episodes each; `learn`: pay r_int, write tips."""
         chat, apart = self.policy.chat, self.cfg.algo == "reflexion"   # each of N agents has its memory [O]
         episodes = [Episode(task, variation, mode, shelf=f"{task}/{variation}" + apart * f" agent {i}")
                     for task, variation, mode in groups for i in range(n)]
@@ -748,9 +749,7 @@ class Player:
                 self.memory.add(keys[-1], e.tip, score, e.shelf)
 
     def prepare_examples(self, task, variation):
-        """Play the prompt's examples: gold paths on other training variations, where possible not on those
-        trained on, so that an example gives no episode away. Variations with the same examples share them.
-        """
+        """The prompt's examples: gold paths on other training variations, if possible on none trained on."""
         world, cfg, chat = self.worlds[0], self.cfg, self.policy.chat
         train = world.variations(task, "train")
         others = [v for v in train[cfg.train_variations:] + train[:cfg.train_variations] if v != variation]
@@ -920,7 +919,8 @@ def evaluation_tables(results):
                   "|---|---|---|---|---|"]
         for name, seeds in named.items():
             x, means = sum(seeds, []), ", ".join(f"{mean(scores):.1f}" for scores in seeds)
-            lines.append(f"| {name} | {mean(x):.1f} ± {statistics.pstdev(x):.1f} | {means} | {len(x)} | "
+            sd = statistics.stdev(x) if len(x) > 1 else 0.0
+            lines.append(f"| {name} | {mean(x):.1f} ± {sd:.1f} | {means} | {len(x)} | "
                          f"{x.count(-100) / len(x):.0%} |")
         if paper := re.search(rf"^\| {re.escape(task)} \|.*±.*\|$", table_1, re.MULTILINE):
             lines += [f"\n| paper: Qwen2.5-7B, {STEP_LIMITS.get(task, 30)} turns | Naive | Reflexion "
@@ -941,9 +941,8 @@ def train(cfg, player, optimizer, run, pairs, first=1):
     rng = random.Random(cfg.seed)
     for step in tqdm(range(first, first + cfg.steps), desc="steps", dynamic_ncols=True):
         start = time.perf_counter()
-        # A variation and a mode per group. Variations take turns, so that all are seen equally often [O].
         chosen = [pairs[((step - 1) * cfg.groups + g) % len(pairs)] for g in range(cfg.groups)]
-        # With --mode-per step every group draws from the same fresh stream, and so the same mode.
+        # Variations take turns [O]. With --mode-per step all groups draw from the same fresh stream.
         drawn = [draw_mode(cfg, rng if cfg.mode_per == "group" else random.Random(f"{cfg.seed} {step}"),
                            cfg.algo == "reflexion" or f"{task}/{v}" in player.memory.groups)
                  for task, v in chosen]
@@ -1138,9 +1137,8 @@ def compare(folders, to):
             scores = json.loads((folder / "evaluation.json").read_text())
         label = re.sub(r"(-?seed\d.*|-\d+)$", "", folder.name) or folder.parent.name
         curves.setdefault(label, []).append(rows)
-        for task, named in scores.items():
-            for when, x in named.items():
-                results.setdefault(task, {}).setdefault(f"{label}, {when}", []).append(x)
+        for task, when in ((task, when) for task in scores for when in scores[task]):
+            results.setdefault(task, {}).setdefault(f"{label}, {when}", []).append(scores[task][when])
     draw(to / "plot.png", curves)
     (to / "plot.md").write_text(evaluation_tables(results) + "\n", encoding="utf-8")
     say(f"{evaluation_tables(results)}\n\ncurves and tables are in {to}: plot.png, plot.md")
@@ -1163,6 +1161,7 @@ def parse(argv=None):
         parser.add_argument(option, type=many or type(f.default), nargs=many and "+", choices=choices,
                             metavar=None if choices else "X", help=f"{f.metadata['doc']} (default: {shown})")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    adapt = given.get("adapt", "none") != "none"
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     device, preset = given.get("device", "auto"), given.get("preset", "auto")
     device = max(present, key=present.get) if device == "auto" else device      # the first that is there
@@ -1172,12 +1171,13 @@ def parse(argv=None):
     # Later ones win: a preset's sizes, the released code's choices, a method, what --adapt means, the user.
     layers = [{f.name: f.metadata["values"][sizes] for f in fields(Config)},
               RELEASE if preset == "release" else {}, ALGOS[given.get("algo", "empo2")],
-              {"p": 1.0, "q": 0.0} if "adapt" in given else {}]
+              {"p": 1.0, "q": 0.0} if adapt else {}]
     chosen = functools.reduce(dict.__or__, [*layers, given]) | {"device": device}
     chosen["preset"] = preset.replace("auto", sizes)
-    chosen["tasks"] = [given["adapt"]] if "adapt" in given else chosen["tasks"] or [chosen["task"]]
-    parts = [chosen["env"], *chosen["tasks"], "adapt" if "adapt" in given else chosen["algo"]]
-    chosen["name"] = given.get("name", "-".join([*parts, time.strftime("%m%d-%H%M%S"), str(chosen["seed"])]))
+    chosen["tasks"] = [given["adapt"]] if adapt else chosen["tasks"] or [chosen["task"]]
+    parts = [chosen["env"], *chosen["tasks"], "adapt" if adapt else chosen["algo"]]
+    if chosen["name"] == "auto":
+        chosen["name"] = "-".join([*parts, time.strftime("%m%d-%H%M%S"), str(chosen["seed"])])
     cfg = Config(**{name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()})
     cfg.check()
     if not cfg.plot:
@@ -1224,7 +1224,7 @@ def main(argv=None):
     try:
         cfg = parse(argv)
         folder = Path(cfg.runs) / cfg.name
-        for seed in cfg.seeds:
+        for seed in dict.fromkeys(cfg.seeds):
             execute(replace(cfg, seed=seed, runs=str(folder), name=f"seed{seed}"))
         if cfg.plot or cfg.seeds:
             compare(cfg.plot or [folder], folder if cfg.seeds else Path(cfg.runs))
