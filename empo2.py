@@ -29,7 +29,7 @@ AND FROM THE RELEASED CODE: in what RELEASE lists, below; --preset release takes
 GLOSSARY  u task text; s_t conversation so far, ending in observation o_t; a_t action, a run of tokens;
   R return; p chance of memory, q of off-policy given memory (1-p, 1-q in Alg. 1); lambda weight of r_int;
   delta mask threshold; pi_theta the policy being updated; pi_old the one that sampled; pi_ref the base model.
-SHAPES  B rows (episodes), T tokens of a row, K action tokens of a row, U scored positions, V vocabulary,
+SHAPES  B rows (episodes), T tokens of a row, K action tokens of a row, n those of all rows, V vocabulary,
   N group size, R rows of a cache, S its slots, W width of a chunk, D embedding size.
 CONTENTS  Configuration | Environment | Conversation | Tip memory | Intrinsic reward | Rollout |
   Advantages and loss | Update | Evaluation | Training loop | Models | Run folder | Command line
@@ -361,9 +361,8 @@ TIPS_OPEN = "Memories of earlier attempts:"
 
 
 class Chat:
-    """A chat template taken apart into the pieces between speakers, so that turns can be appended as tokens:
-    the first k turns, rendered, must begin the first k+1. Text of the world and of the model is data: control
-    tokens in it become plain characters; a tip with <|im_end|> ends nothing.
+    """A chat template in pieces, to append turns as tokens: k turns, rendered, must begin k+1. Text
+    of world and model is data: control tokens in it are plain characters, a tip with <|im_end|> ends nothing.
     """
     def __init__(self, tokenizer):
         if not getattr(tokenizer, "chat_template", None):
@@ -575,7 +574,7 @@ class RND:
         sums = [[x] for part in errors for x in accumulate(part.tolist(), discounted)]         # (n, 1)
         if len(states) > 1:
             self.sums(torch.tensor(sums))
-        self.scale = float(self.sums.running_var.sqrt()) + 1e-8
+        self.scale = float(self.sums.running_var.sqrt().where(self.sums.running_var > 1e-12, 1.0))
         for _ in range(4):                                   # epochs, as in CleanRL
             self.optimizer.zero_grad()
             (self.predictor(x) - wanted).square().mean().backward()
@@ -615,9 +614,8 @@ class KVCache:
 
 @torch.inference_mode()
 def sample(policy, cache, logits, longest, temperature, active, tick=lambda: None):
-    """One answer per row that is active, up to its stop token or `longest` tokens: (ids, log-probs), R lists
-    each. The whole vocabulary at one temperature, as the update scores it. The cache lacks an answer's last
-    token: the row's next chunk begins with it.
+    """One answer per active row, to its stop token or `longest` tokens: (ids, log-probs), R lists each, all
+    words at the update's temperature. The cache lacks an answer's last token: the next chunk begins with it.
     """
     ids, logps, active = [[] for _ in logits], [[] for _ in logits], [r for r, on in enumerate(active) if on]
     for _ in range(longest):
@@ -648,8 +646,9 @@ class Player:
     def play(self, groups, n, temperature, learn=True):
         """Play groups, [(task, variation, mode), ...], n episodes each; `learn`: pay r_int, write tips."""
         chat, apart = self.policy.chat, self.cfg.algo == "reflexion"   # each of N agents has its memory [O]
-        episodes = [Episode(task, variation, mode, shelf=f"{task}/{variation}" + apart * f" agent {i}")
-                    for task, variation, mode in groups for i in range(n)]
+        pairs = [f"{task}/{variation}" for task, variation, _ in groups]
+        episodes = [Episode(*group, f"{pairs[g]}{apart * f' agent {n * pairs[:g].count(pairs[g]) + i}'}")
+                    for g, group in enumerate(groups) for i in range(n)]
         for task, variation, _ in groups:
             if (task, variation) not in self.prompts:
                 self.prepare_examples(task, variation)
@@ -824,21 +823,20 @@ def kl_k3(logp_new, logp_ref):
 def action_logps(policy, rows, temperature, counts=None):
     """Score B trajectories given as (ids, action_mask): log-prob and entropy of their action tokens.
     Returns logp, entropy, mask, all (B, K), packed: two contexts of a trajectory align token by token. One
-    forward covers all turns; logits exist only where some row has an action token next, never (T, V) of them.
+    forward covers all turns; logits exist only at the tokens before an action token, never (T, V) of them.
     `counts`: action tokens per trajectory, if one has several rows.
     """
     ids, act = ([torch.tensor(x, device=policy.device) for x in column] for column in zip(*rows))
     seen = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)                   # (B, T)
     ids, act = pad_sequence(ids, batch_first=True), pad_sequence(act, batch_first=True)        # (B, T)
-    before = act[:, 1:].any(0).nonzero()[:, 0]                                              # (U,) of all rows
-    logits = policy.model(input_ids=ids, attention_mask=seen, use_cache=False, logits_to_keep=before).logits
-    logp_all = torch.log_softmax(logits.float() / temperature, -1)                             # (B, U, V)
-    logp = logp_all.gather(-1, ids[:, before + 1, None])[..., 0]                               # (B, U)
+    logits = policy.model(input_ids=ids, attention_mask=seen, use_cache=False,
+                          logits_to_keep=act.roll(-1, dims=1)).logits                          # (n, V)
+    logp_all = torch.log_softmax(logits.float() / temperature, -1)                             # (n, V)
+    logp = logp_all.gather(-1, ids[act][:, None])[:, 0]                                        # (n,)
     with torch.no_grad():
-        entropy = -(logp_all.exp() * logp_all).sum(-1)                                         # (B, U)
-    mask = act[:, before + 1]                                                                  # (B, U)
-    counts = counts or mask.sum(-1).tolist()
-    return [pad_sequence(x[mask].split(counts), batch_first=True) for x in (logp, entropy, mask)]    # (B, K)
+        entropy = -(logp_all.exp() * logp_all).sum(-1)                                         # (n,)
+    packed, counts = (logp, entropy, torch.ones_like(logp).bool()), counts or act.sum(-1).tolist()
+    return [pad_sequence(x.split(counts), batch_first=True) for x in packed]                   # (B, K)
 
 
 def update(policy, optimizer, episodes, cfg, rng):
@@ -968,7 +966,8 @@ def trials(cfg, player, run, task, variations):
     {"trial 0": scores, ..., "best so far": each agent's best}; at trial 0 memory is empty.
     """
     run = run if cfg.adapt != "none" else Run(replace(cfg, name=f"{cfg.name}/trials-{task}"))
-    cfg = replace(cfg, steps=cfg.trials + 1, groups=len(variations), group_size=cfg.eval_runs)
+    cfg = replace(cfg, steps=cfg.trials + 1, groups=len(variations), group_size=cfg.eval_runs,
+                  temperature=cfg.eval_temperature)
     train(cfg, player, None, run, [(task, v) for v in variations], first=0)
     scores = [row["scores"] for row in run.history[-cfg.steps:]]
     return {f"trial {i}": x for i, x in enumerate(scores)} | {"best so far": list(map(max, zip(*scores)))}
@@ -1122,7 +1121,7 @@ def draw(path, curves):
             band = means if len(runs) > 1 else [row["scores"] for row in runs[0]]
             axes.fill_between(at, list(map(min, band)), list(map(max, band)), alpha=0.2)
             axes.plot(at, list(map(statistics.mean, means)), label=f"{label}, seeds: {len(runs)}")
-        axes.set(xlabel=x, ylabel="mean return, points")
+        axes.set(xlabel=x.replace("step", "step or trial"), ylabel="mean return, points")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=100, bbox_inches="tight")
 
@@ -1139,6 +1138,7 @@ def compare(folders, to):
         curves.setdefault(label, []).append(rows)
         for task, when in ((task, when) for task in scores for when in scores[task]):
             results.setdefault(task, {}).setdefault(f"{label}, {when}", []).append(scores[task][when])
+    to.mkdir(parents=True, exist_ok=True)
     draw(to / "plot.png", curves)
     (to / "plot.md").write_text(evaluation_tables(results) + "\n", encoding="utf-8")
     say(f"{evaluation_tables(results)}\n\ncurves and tables are in {to}: plot.png, plot.md")

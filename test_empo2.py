@@ -19,7 +19,9 @@ sys.modules["empo2"] = empo2
 SPEC.loader.exec_module(empo2)
 
 import ast
+import copy
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -959,6 +961,585 @@ def test_the_loop_learns(tmp_path, monkeypatch, seed, p):
     assert base < 5 and after > 14
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Options: each changes what it says, and nothing else. Batches of episodes are recorded, nothing is trained.
+# ------------------------------------------------------------------------------------------------------------
+MODES = "plain", "on-memory", "off-memory"
+
+
+def facts(episodes):
+    """All that happened in some episodes: ids, log-probs, rewards, tips; not the bonus, nor what follows."""
+    return [(e.task, e.variation, e.shelf, [tuple(piece) for piece in e.pieces], e.observations, e.actions,
+             e.r_ext, e.tips, e.retrieved, e.tip) for e in episodes]
+
+
+@pytest.fixture(scope="session")
+def record(folder):
+    """(player, episodes): a group of four per mode, of 5, 2, 4, 3 turns at most; the adapter is not zero."""
+    player = make_player(folder, 12)
+    for world, limit in zip(player.worlds, 3 * [5, 2, 4, 3]):
+        world.step_limit = limit
+    jolt(player.policy)
+    fill(player, [f"zebra {i}" for i in range(4)])           # three are shown at turn 0, one at turn 1
+    return player, player.play([(TASK, 0, mode) for mode in MODES], 4, 0.8)
+
+
+@pytest.fixture
+def recorded(record):
+    """The record as a copy of a test's own. At the test's end it must still tell the same story."""
+    player, episodes = record
+    copies, weights = copy.deepcopy(episodes), [p.detach().clone() for p in player.policy.trained]
+    yield player, copies
+    assert facts(copies) == facts(episodes)
+    assert all(torch.equal(p, before) for p, before in zip(player.policy.trained, weights))
+
+
+def another(player, **changes):
+    """A player with other options, and the same policy and worlds; its memory is new and empty."""
+    cfg = dataclasses.replace(player.cfg, **changes)
+    return empo2.Player(cfg, player.policy, player.worlds, player.embed)
+
+
+def options_of(*argv):
+    """What `parse` makes of a command line on a CPU, without the run's name."""
+    return {k: v for k, v in vars(empo2.parse(["--device", "cpu", *argv])).items() if k != "name"}
+
+
+def run_whole(monkeypatch, folder, cfg):
+    """`execute` with the tiny model: (policy, weights before, [episodes of each batch], evaluation.json)."""
+    policy, batches, play = make_policy(folder, cfg), [], empo2.Player.play
+    jolt(policy)
+    before = copy.deepcopy(policy.model.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(empo2, "load_policy", lambda cfg: policy)
+        patch.setattr(empo2, "load_embedder", lambda *args: hash_embed)
+        patch.setattr(empo2, "draw", lambda *args: None)
+        patch.setattr(empo2.Player, "play", lambda *a, **o: batches.append(play(*a, **o)) or batches[-1])
+        empo2.execute(cfg)
+    return policy, before, batches, json.loads((Path(cfg.runs) / cfg.name / "evaluation.json").read_text())
+
+
+@pytest.mark.parametrize("algo, sets", [
+    ("naive", {"p": 0.0, "bonus": "none"}), ("grpo", {"p": 0.0, "bonus": "none"}), ("empo2", {}),
+    ("reflexion", {"p": 1.0, "q": 0.0, "bonus": "none", "rank": "recent", "top_k": 3})])
+def test_an_algo_sets_its_options_unless_the_user_does(algo, sets):
+    """Exactly these, in every preset; --adapt sets p = 1 and q = 0; the user's options go before all."""
+    for preset in ("cpu", "paper"):
+        plain, chosen = options_of("--preset", preset), options_of("--preset", preset, "--algo", algo)
+        assert chosen == plain | sets | {"algo": algo}
+    adapts = {"adapt": "melt", "tasks": ("melt",), "p": 1.0, "q": 0.0}
+    assert options_of("--adapt", "melt", "--algo", algo) == options_of("--algo", algo) | adapts
+    user = "--p 0.3 --q 0.9 --bonus tips --rank similarity --top-k 7".split()
+    assert options_of("--algo", algo, *user) == options_of(*user) | {"algo": algo}
+
+
+def test_only_grpo_and_empo2_touch_the_weights(monkeypatch, folder, tmp_path):
+    """Two steps each: the adapter changes or not, all else never; the first batch is the same in all four."""
+    first = {}
+    for algo, trains in {"naive": False, "reflexion": False, "grpo": True, "empo2": True}.items():
+        cfg = config(**empo2.ALGOS[algo] | dict(
+            algo=algo, runs=str(tmp_path), name=algo, tasks=(TASK,), lr=0.1, group_size=3, step_limit=3,
+            trials=1, test_variations=1, eval_runs=2, bonus_coef=0.0, unknown_action="nearest"))
+        policy, before, batches, result = run_whole(monkeypatch, folder, cfg)
+        after = policy.model.state_dict()
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert changed == {name for name in before if "lora_" in name and trains}
+        assert [len(batch) for batch in batches] == [2, 3, 3] + [2] * (1 + (algo == "reflexion"))
+        assert list(result[TASK + ", miniature"]) == ["before training"] + (
+            ["trial 0", "trial 1", "best so far"] if algo == "reflexion" else ["after training"])
+        assert all(bool(e.tip) == (algo in ("reflexion", "empo2")) for e in batches[1] + batches[2])
+        first[algo] = [fact[3:7] for fact in facts(batches[1])]
+    assert first["naive"] == first["reflexion"] == first["grpo"] == first["empo2"]
+
+
+def test_a_reflexion_agent_reads_its_own_last_three_failures(folder):
+    """Of five failures, the last three, the newest last, whatever the cosine; of others' or wins, nothing."""
+    player = deaf_player(folder, [3, 3, 3, 3], algo="reflexion", p=1.0, q=0.0, rank="recent", top_k=3,
+                         tip_threshold=1.0, tip_budget=1000)
+    player.worlds[1]._act = lambda text: ("Well done.", 100, True)           # of variation 0, agent 1
+    mine = {(variation, agent): [] for variation in (0, 1) for agent in (0, 1)}
+    for trial in range(6):
+        episodes = player.play([(TASK, 0, "on-memory"), (TASK, 1, "on-memory")], 2, 1.5)
+        for e, ((variation, agent), tips) in zip(episodes, mine.items()):
+            assert e.shelf == f"{TASK}/{variation} agent {agent}" and e.tips == tips[-3:]
+            tips += [e.tip] * (sum(e.r_ext) < 100)
+    assert sorted(map(len, mine.values())) == [0, 6, 6, 6] and len(set(sum(mine.values(), []))) == 18
+    shelves = {shelf: [tip.text for tip in tips] for shelf, tips in player.memory.groups.items()}
+    assert shelves == {f"{TASK}/{v} agent {i}": tips for (v, i), tips in mine.items() if tips}
+
+
+@pytest.mark.parametrize("algo, adapt", [("reflexion", "none"), ("empo2", TASK)])
+def test_trials(monkeypatch, folder, tmp_path, algo, adapt):
+    """Trials 0 to 4: at 0 no tips, then all have some; "best so far" is each agent's best; weights stay."""
+    monkeypatch.setattr(empo2, "draw", lambda *args: None)
+    player, batches = make_player(folder, 6, **empo2.ALGOS[algo] | dict(
+        algo=algo, adapt=adapt, p=1.0, q=0.0, trials=4, eval_runs=3, runs=str(tmp_path), name="run",
+        group_size=2, unknown_action="nearest", step_limit=3)), []
+    before, play = copy.deepcopy(player.policy.model.state_dict()), player.play
+    monkeypatch.setattr(player, "play", lambda *args: batches.append(play(*args)) or batches[-1])
+    named = empo2.trials(player.cfg, player, empo2.Run(player.cfg), TASK, [10, 11])
+    scores = [[sum(e.r_ext) for e in batch] for batch in batches]
+    assert [named.pop(f"trial {i}") for i in range(5)] == scores and list(named) == ["best so far"]
+    assert named["best so far"] == [max(row[k] for row in scores) for k in range(6)]
+    assert named["best so far"] not in scores                # else this test could not fail
+    assert [[e.variation for e in batch] for batch in batches] == 5 * [3 * [10] + 3 * [11]]
+    tips = [[bool(e.tips) for e in batch] for batch in batches]
+    assert tips == [6 * [False]] + 4 * [6 * [True]]
+    assert all(torch.equal(before[name], w) for name, w in player.policy.model.state_dict().items())
+
+
+@pytest.mark.parametrize("p, q, drawn", [(0.5, 0.0, {"plain", "on-memory"}), (0.0, 0.5, {"plain"}),
+                                         (0.5, 1.0, {"plain", "off-memory"}), (1.0, 0.0, {"on-memory"})])
+def test_p_and_q_at_their_ends(p, q, drawn):
+    """q = 0: never off-policy; q = 1: never on-policy; p = 0: always plain, and no empty memory is blamed."""
+    counts = [empo2.draw_mode(config(p=p, q=q), random.Random(i), i % 2) for i in range(400)]
+    assert {mode for i, (mode, _) in enumerate(counts) if i % 2} == drawn
+    assert {mode for mode, _ in counts[::2]} == {"plain"} and not any(fell for _, fell in counts[1::2])
+    assert sum(fell for _, fell in counts) == pytest.approx(200 * p, abs=30)
+
+
+def drawn_modes(steps, remembered=(0, 1, 2), **changes):
+    """The modes that `train` draws for three variations a step, by step, nothing being played."""
+    drawn, policy = [], SimpleNamespace(model=SimpleNamespace(save_pretrained=lambda *args, **options: None))
+    memory = SimpleNamespace(groups={f"{TASK}/{v}": [] for v in remembered})
+    player = SimpleNamespace(policy=policy, memory=memory, novelty=None, play=lambda groups, *args:
+                             drawn.append([mode for *_, mode in groups]) or [])
+    cfg, run = config(steps=steps, groups=3, **changes), SimpleNamespace(log=lambda *a: None, folder=Path())
+    empo2.train(dataclasses.replace(cfg, p=0.4, q=0.75), player, None, run, [(TASK, v) for v in range(3)])
+    return drawn
+
+
+def test_mode_per_step_and_per_group():
+    """p = 0.4, q = 0.75 in both; per step its three groups are of one mode, per group 1 step in 4 is so."""
+    for per, alike in (("step", 1.0), ("group", 0.6 ** 3 + 0.1 ** 3 + 0.3 ** 3)):
+        drawn = drawn_modes(4000, mode_per=per)
+        assert statistics.mean(len(set(step)) == 1 for step in drawn) == pytest.approx(alike, abs=0.03)
+        for mode, share in zip(MODES, (0.6, 0.1, 0.3)):
+            assert statistics.mean(step.count(mode) / 3 for step in drawn) == pytest.approx(share, abs=0.03)
+        again, other = (drawn_modes(100, mode_per=per, seed=seed) for seed in (0, 1))
+        assert again == drawn[:100] != other
+    empty = drawn_modes(100, mode_per="step", remembered=[0, 2])         # variation 1 has no memory
+    assert empty == [[a, "plain", c] for a, _, c in drawn_modes(100, mode_per="step")]
+
+
+def test_no_mask_is_a_threshold_of_zero(recorded):
+    """--mask off, at any delta, has the gradient of delta = 0, bit by bit; a mask that bites has another."""
+    player, episodes = recorded
+    give_advantages(episodes)
+    (off, g_off), (zero, g_zero), (bites, g_bites) = (
+        gradient_of(player.policy, episodes, config(mini_batch=12, **changes))
+        for changes in (dict(mask="off", delta=0.05), dict(delta=0.0), dict(delta=0.05)))
+    assert torch.equal(g_off, g_zero) and off == zero and off["masked"] == 0 < g_off.norm()
+    assert not torch.equal(g_bites, g_off) and bites["masked"] > 0
+
+
+@pytest.mark.parametrize("kind", ["token", "response", "off"])
+def test_masks_equal_a_loop(kind):
+    """The kept tokens, loss and gradient are those of a loop; "response" drops whole answers and no other."""
+    for seed in range(3):
+        new, old, A, mask = random_tokens(seed)
+        answers = ((torch.arange(40) + 3 * torch.arange(6)[:, None]) // 7).tolist()         # of 7 tokens each
+        low = [[{"off": False, "token": new[b][t].exp() < 0.05, "response": any(
+            mask[b][s] and old[b][s] < -5 for s in range(40) if answers[b][s] == answers[b][t])}[kind]
+            for t in range(40)] for b in range(6)]
+        keep = mask & ~torch.tensor(low)
+        assert kind == "off" or 0 < keep.sum() < mask.sum()
+        new.requires_grad_()
+        loss, stats = empo2.empo2_loss(new, old, A, mask, delta=0.05, mask=kind, total=500,
+                                       answers=torch.tensor(answers), **CLIPS)
+        loss.backward()
+        value, gradient, _ = slow_loss(new.tolist(), old.tolist(), A.tolist(), keep.tolist(), 0.0, 500)
+        assert loss.item() == pytest.approx(value, rel=1e-6)
+        torch.testing.assert_close(new.grad, torch.tensor(gradient).double(), rtol=1e-5, atol=1e-8)
+        assert stats["masked"] == pytest.approx(1 - float(keep.sum() / mask.sum()))
+
+
+def test_the_response_mask_of_an_update(recorded):
+    """Tokens of answers with an old log-prob under -5 in the sampler's context: their share is reported."""
+    player, episodes = recorded
+    lost = total = 0
+    for e in episodes:
+        answers = [piece.ids for piece in e.pieces if piece.kind == "action"]
+        assert e.answers().tolist() == [k for k, ids in enumerate(answers) for _ in ids]
+        with torch.no_grad():
+            logp, _, _ = empo2.action_logps(player.policy, [e.tokens(e.mode != "plain")], 0.4)
+        parts = logp[0].split([len(ids) for ids in answers])
+        lost, total = lost + sum(len(x) for x in parts if x.min() < -5), total + logp.numel()
+    stats, _ = gradient_of(player.policy, episodes, config(mask="response", temperature=0.4, micro_batch=3))
+    assert 0 < lost < total and stats["masked"] == pytest.approx(lost / total)
+
+
+def reached(episodes):
+    """The states that the actions of some episodes led to, as texts."""
+    return [[f"{e.task_text}\n{seen}" for seen in e.observations[1:]] for e in episodes]
+
+
+@pytest.mark.parametrize("kind", ["visits", "tips", "none"])
+def test_bonuses_equal_a_loop(recorded, kind):
+    """1/n for the n-th visit, first turns first; 1 / (1 + 3 tips found in memory), 0 in plain episodes; 0."""
+    player, episodes = recorded
+    states, visits, paid = reached(episodes), {}, {}
+    for t in range(5):
+        for i, seen in enumerate(states):
+            if t < len(seen):
+                visits[seen[t]] = visits.get(seen[t], 0) + 1
+                paid[i, t] = {"visits": 1 / visits[seen[t]], "tips": (i >= 4) / 4, "none": 0}[kind]
+    another(player, bonus=kind).pay(episodes)
+    assert [e.r_int for e in episodes] == [[paid[i, t] for t in range(len(x))] for i, x in enumerate(states)]
+    assert len(set(map(len, states))) > 2 and max(visits.values()) > 2
+
+
+def test_random_network_distillation_by_hand(recorded):
+    """The first batch: errors on whitened states over the deviation of their sums, discounted by 0.99."""
+    player, episodes = recorded
+    before = torch.get_rng_state()
+    players = [another(player, bonus="rnd", seed=seed) for seed in (3, 3, 4)]
+    errors, sums, net = [], [], empo2.RND(64, 3)
+    x = torch.cat([hash_embed(seen) for seen in reached(episodes)])
+    x = ((x - x.mean(0)) / (x.var(0) + 1e-5).sqrt()).clamp(-5, 5)
+    for e in episodes:
+        total = 0
+        for state in x[len(errors):len(errors) + len(e.actions)]:
+            errors.append((net.predictor(state) - net.target(state)).square().mean().item())
+            sums.append(total := 0.99 * total + errors[-1])
+    paid = []
+    for one in players:
+        one.pay(episodes)
+        paid.append([e.r_int for e in episodes])
+    assert players[0].novelty.scale == pytest.approx(statistics.stdev(sums), rel=1e-4)
+    assert sum(paid[0], []) == pytest.approx([x / statistics.stdev(sums) for x in errors], rel=1e-4)
+    assert list(map(len, paid[0])) == [len(e.actions) for e in episodes]
+    assert paid[0] == paid[1] != paid[2] and torch.equal(torch.get_rng_state(), before)
+
+
+def test_random_network_distillation_learns_what_it_sees(recorded):
+    """Seen 40 times, states pay less than a tenth of what they did; a new one pays five times as much."""
+    states, net = [hash_embed(seen) for seen in reached(recorded[1])], empo2.RND(64)
+    mean = lambda paid: statistics.mean(sum(paid, []))
+    curve = [mean(net.bonuses(states)) for _ in range(40)]
+    assert 0.1 < curve[0] < 10 and curve[-1] < curve[20] < curve[5] < curve[0] and curve[-1] < curve[0] / 10
+    *old, new = net.bonuses([*states, hash_embed(["a state never seen before"])])
+    assert min(sum(old, [])) > 0 and new[0] > 5 * mean(old)
+
+
+def test_newest_readings_by_hand(recorded):
+    """Turn t's row: what was said so far, of the tips only turn t's own; under the mask its action alone."""
+    for e in recorded[1]:
+        rows, actions = e.readings("newest"), [k for k, x in enumerate(e.pieces) if x.kind == "action"]
+        assert len(rows) == len(actions) == len(e.actions)
+        for t, (ids, mask) in enumerate(rows):
+            kept = [x for k, x in enumerate(e.pieces[:actions[t] + 1])
+                    if x.kind != "tips" or k > ([-1] + actions)[t]]
+            assert ids == [i for x in kept for i in x.ids]
+            assert mask == [x is e.pieces[actions[t]] for x in kept for _ in x.ids]
+        said = [i for ids, mask in rows for i, on in zip(ids, mask) if on]
+        assert said == [i for x in e.pieces if x.kind == "action" for i in x.ids]
+
+
+def test_newest_scores_lie_between_teacher_and_student(recorded):
+    """Without tips they are the plain ones; with tips at turns 0 and 1, the teacher's at turn 0 and the plain
+    ones from turn 2 on; turn 1, with its own tips but not the earlier, is like neither.
+    """
+    player, episodes = recorded
+    far = lambda a, b: max([float((x - y).abs().max()) for x, y in zip(a, b)], default=0.0)
+    for e in episodes:
+        sizes, scores = [len(x.ids) for x in e.pieces if x.kind == "action"], {}
+        for tips in ("all", "none", "newest"):
+            with torch.no_grad():
+                logp, _, mask = empo2.action_logps(player.policy, e.readings(tips), 0.8, [sum(sizes)])
+            assert mask.all() and logp.shape == (1, sum(sizes))
+            scores[tips] = logp[0].split(sizes)
+        teacher, plain, newest = scores.values()
+        assert far(newest[:1], teacher[:1]) < 1e-4 and far(newest[2:], plain[2:]) < 1e-4
+        if e.mode == "plain":
+            assert far(newest, plain) < 1e-4
+        else:
+            assert [sum(x.kind == "tips" for x in e.pieces), far(newest[:1], plain[:1]) > 1e-2,
+                    far(newest[1:2], teacher[1:2]) > 1e-2, far(newest[1:2], plain[1:2]) > 1e-2] == (
+                        [2, True, True, True] if len(e.actions) > 1 else [1, True, False, False])
+
+
+@pytest.mark.parametrize("context", ["plain", "newest"])
+@pytest.mark.parametrize("denominator", ["teacher", "student"])
+def test_contexts_of_a_mixed_batch(recorded, monkeypatch, context, denominator):
+    """Off-policy alone reads "none" or "newest", over "all" (teacher) or the same (student: ratios are 1)."""
+    player, episodes = recorded
+    calls, original = [], empo2.action_logps
+    monkeypatch.setattr(empo2, "action_logps", lambda *args: calls.append(args[1]) or original(*args))
+    give_advantages(episodes)
+    cfg = config(off_policy_context=context, off_policy_denominator=denominator, mini_batch=12, micro_batch=6)
+    stats = empo2.update(player.policy, NoStep(player.policy), episodes, cfg, random.Random(0))
+    student = "newest" if context == "newest" else "none"
+    new = {"plain": "none", "on-memory": "all", "off-memory": student}
+    old = new | {"off-memory": "all" if denominator == "teacher" else student}
+    expected = [sorted(row for e in episodes for row in e.readings(tips[e.mode])) for tips in (old, new)]
+    assert [sorted(calls[0] + calls[1]), sorted(calls[2] + calls[3])] == expected
+    assert (stats["ratio_max"] == 1) == (denominator == "student")
+
+
+def test_alphas_weigh_the_three_modes(recorded):
+    """The gradient is 2, 3 and 0.5 times those of the episodes of one mode alone; 1 1 1 is the default."""
+    player, episodes = recorded
+    gradient = lambda **changes: gradient_of(player.policy, episodes, config(
+        mini_batch=12, micro_batch=5, grad_clip=1e9, **changes))[1]
+    give_advantages(episodes)
+    advantages, parts = [e.advantage for e in episodes], []
+    default, ones, weighted = gradient(), gradient(alphas=(1.0, 1.0, 1.0)), gradient(alphas=(2.0, 3.0, 0.5))
+    for mode in MODES:
+        for e, A in zip(episodes, advantages):
+            e.advantage = A * (e.mode == mode)
+        parts.append(gradient())
+    close = dict(rtol=0, atol=1e-5 * float(default.norm()))
+    assert torch.equal(default, ones) and min(part.norm() for part in parts) > 1e-3
+    torch.testing.assert_close(default, sum(parts), **close)
+    torch.testing.assert_close(weighted, 2 * parts[0] + 3 * parts[1] + 0.5 * parts[2], **close)
+
+
+def test_no_advantage_no_gradient(recorded, folder):
+    """Zeros, and what AdamW makes of them with its momentum, are those of a backward pass of the loss."""
+    episodes, policies = recorded[1], [make_policy(folder, config()) for _ in range(2)]
+    optimizers, cfg = [torch.optim.AdamW(x.trained, lr=0.01) for x in policies], config(mini_batch=12)
+    give_advantages(episodes)
+    for policy, optimizer in zip(policies, optimizers):      # something to remember
+        empo2.update(policy, optimizer, episodes, cfg, random.Random(0))
+    middle = [p.detach().clone() for p in policies[0].trained]
+    for e in episodes:
+        e.advantage = 0.0
+    quick = empo2.update(policies[0], optimizers[0], episodes, cfg, random.Random(0))
+    optimizers[1].zero_grad()
+    rows = [e.tokens(e.mode == "on-memory") for e in episodes]
+    logp, _, mask = empo2.action_logps(policies[1], rows, 0.8)
+    empo2.empo2_loss(logp, logp.detach(), torch.zeros(12), mask, delta=0.0, **CLIPS)[0].backward()
+    optimizers[1].step()
+    for p, q, before in zip(policies[0].trained, policies[1].trained, middle):
+        assert not p.grad.any() and not q.grad.any() and torch.equal(p, q) and not torch.equal(p, before)
+    assert quick["grad_norm"] == 0 and quick["entropy"] > 0 and quick["ratio_max"] > 0
+
+
+def test_keys(record):
+    """Asked with: the task and what is seen, or the chat so far with it. Stored under: each state, or the
+    final chat. Where every tip passes the threshold, both play the same.
+    """
+    played = []
+    for key in ("observation", "conversation"):
+        player, heard = another(record[0], key=key, bonus="none"), []
+        player.embed = lambda texts: heard.extend(texts) or hash_embed(texts)
+        fill(player, ["zebra go to workshop", "zebra look around"])
+        player.policy.generator.manual_seed(5)
+        e, = player.play([(TASK, 0, "off-memory")], 1, 0.8)
+        text, acted = player.policy.chat.text, [k for k, x in enumerate(e.pieces) if x.kind == "action"]
+        chats = [text(empo2.read(e.pieces[:k - 1 - (e.pieces[k - 2].kind == "tips")])[0]) for k in acted]
+        final, kept = text(e.tokens(True)[0]), player.memory.groups[f"{TASK}/0"][2:]
+        if key == "observation":
+            assert heard == [e.state(t) for t in range(5)] * 2
+        else:
+            assert [said[:len(chat)] for said, chat in zip(heard, chats)] == chats and heard[5:] == [final]
+            assert kept and all(torch.equal(tip.key, hash_embed([final])[0]) for tip in kept)
+        played.append(facts([e]))
+    assert played[0] == played[1] and e.tips and len(chats) == 5 and min(map(len, chats)) > 100
+
+
+@pytest.mark.parametrize("evict", ["oldest", "useless"])
+@pytest.mark.parametrize("rank", ["score", "similarity", "recent"])
+def test_a_memory_equals_a_list(rank, evict):
+    """In 400 rounds of a write, a verdict and a question, two groups hold and answer what slow ones do."""
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    memory, slow = empo2.TipMemory(6, 3, 0.1, rank, evict), {"a": [], "b": []}
+    for key, query in zip(unit(generator, 400), unit(generator, 400)):
+        group, (new, *shown, seen) = rng.choice("ab"), [f"tip {rng.randrange(12)}" for _ in range(4)]
+        shelf, score, verdict = slow[group], *rng.choices([-100, 0, 20, 100], k=2)
+        memory.add(key, new, score, group)
+        if new not in [text for text, *_ in shelf]:
+            shelf.append((new, score, [score], key))
+        if len(shelf) > 6:
+            means = [statistics.mean(outcomes) for _, _, outcomes, _ in shelf]
+            del shelf[0 if evict == "oldest" else means.index(min(means))]
+        memory.judge(shown, verdict, group)
+        for text, _, outcomes, _ in shelf:
+            outcomes += [verdict] * (text in shown)
+        found = [(score, float(key @ query), text) for text, score, _, key in shelf if text != seen]
+        found = sorted((x for x in found if x[1] > 0.1), reverse=True,
+                       key=lambda x: x[:2] if rank == "score" else (x[1], x[0]))[:3]
+        last = [text for text, *_ in shelf[-3:] if text != seen]
+        answer = last if rank == "recent" else [text for *_, text in found]
+        assert memory.retrieve(query, group, [seen]) == answer
+        assert {k: [tip[:2] + (tip.outcomes,) for tip in memory.groups.get(k, ())] for k in "ab"} == {
+            k: [x[:3] for x in shelf] for k, shelf in slow.items()}
+
+
+def test_readers_judge_the_tips_that_they_saw(record):
+    """A tip's outcomes: its own score, then those of the episodes that were shown it, in its group alone."""
+    player = another(record[0], evict="useless", top_k=1, tip_budget=25)
+    player.worlds = [empo2.MiniWorld("nearest", 3) for _ in range(8)]        # the rule that pays -100 and 20
+    for variation in (0, 1):
+        fill(player, [f"zebra {i}" for i in range(4)], variation)
+    episodes = player.play([(TASK, 0, "on-memory"), (TASK, 0, "plain")], 4, 0.8)
+    here, there = (player.memory.groups[f"{TASK}/{variation}"] for variation in (0, 1))
+    assert [tip.outcomes for tip in there] == [[0], [1], [2], [3]] and len(here) > 4
+    assert [tip.outcomes for tip in here[:4]] == [
+        [i] + [sum(e.r_ext) for e in episodes if f"zebra {i}" in e.tips] for i in range(4)]
+    assert [len(set(tip.outcomes[1:])) > 1 for tip in here[:4]] == [False, True, True, True]
+
+
+class Ear(empo2.MiniWorld):
+    """A world that writes down what reaches it; two things to do in it have the same words."""
+    heard = ()
+
+    def _act(self, text):
+        self.heard = [*self.heard, text]
+        return super()._act(text)
+
+    def valid_actions(self):
+        """MiniWorld's, and two more."""
+        return [*super().valid_actions(), "put picture on battery", "put battery on picture"]
+
+
+@pytest.mark.parametrize("rule", ["always", "nearest"])
+def test_always_changes_even_a_valid_action(rule):
+    """Under "always" the first valid action of the highest Jaccard overlap is done, whatever was said."""
+    rng, world, changed = random.Random(0), Ear(rule), set()
+    world.reset(TASK, 0)
+    words = sorted({word for action in world.valid_actions() for word in action.split()})
+    for said in world.valid_actions() + [" ".join(rng.sample(words, 3)) for _ in range(200)]:
+        valid, best, most = world.valid_actions(), "", -1.0
+        for action in valid:
+            a, b = set(action.split()), set(said.split())
+            if len(a & b) / len(a | b) > most:
+                best, most = action, len(a & b) / len(a | b)
+        world.heard = []
+        done = world.step(said)[2]
+        assert world.heard[0] == (best if rule == "always" else said)
+        changed |= ({said} - {best}) & set(valid)
+        if done:
+            world.reset(TASK, 0)
+    assert changed == {"put battery on picture"}
+    world.reset(TASK, 0), world.step("go to workshop"), world.step("go to workshop")
+    assert world.room == "hallway"                           # unknown in there, so changed under both rules
+
+
+def test_extra_actions():
+    """A limit of 30, 100 or 5 and one more: 31, 101 and 6 actions."""
+    for task, options, limit in ((TASK, {}, 31), ("boil", {}, 101), (TASK, {"step_limit": 5}, 6)):
+        world = empo2.MiniWorld("keep", extra_actions=1, **options)
+        world.reset(task, 0)
+        assert [world.step("zebra")[2] for _ in range(limit)] == [False] * (limit - 1) + [True]
+
+
+def test_preset_release():
+    """D1 to D8, D13, D14 of the notes on the released code, and nothing else; the user goes before them."""
+    differs = dict(bonus="tips", bonus_coef=0.0, mask="off", off_policy_denominator="teacher", p=0.25, q=0.68,
+                   mode_per="step", rank="score", evict="oldest", key="conversation", extra_actions=1,
+                   off_policy_context="newest", unknown_action="always")
+    release, user = ["--preset", "release"], "--mask response --p 0.5 --extra-actions 0".split()
+    assert options_of(*release) == options_of() | differs | {"preset": "release"}
+    mine = {"mask": "response", "p": 0.5, "extra_actions": 0}
+    assert empo2.RELEASE == differs and options_of(*release, *user) == options_of(*release) | mine
+
+
+def test_tasks_take_turns_and_keep_their_tips_apart(monkeypatch, folder, tmp_path):
+    """A/0 A/1 B/0 B/1 A/0 B/1 ...: memory is empty four times, then shows only what that pair wrote."""
+    monkeypatch.setattr(empo2.MiniWorld, "tasks", staticmethod(lambda: [TASK, "other"]))
+    cfg = config(tasks=(TASK, "other"), train_variations=2, steps=7, p=1.0, q=0.0, group_size=2, step_limit=2,
+                 test_variations=1, eval_runs=1, runs=str(tmp_path), name="two", extra_actions=1)
+    *_, batches, result = run_whole(monkeypatch, folder, cfg)
+    cycle, wrote = [(TASK, 0), (TASK, 1), ("other", 0), ("other", 1)], {}
+    for step, episodes in enumerate(batches[2:-2]):
+        pair, = {(e.task, e.variation) for e in episodes}
+        assert pair == cycle[step % 4]
+        for e in episodes:
+            assert e.mode == ("plain" if step < 4 else "on-memory") and bool(e.tips) == (step >= 4)
+            assert set(e.tips) <= wrote.get(pair, set())
+            assert len(e.actions) == 3 or sum(e.r_ext) in (-100, 100)          # a limit of 2, and 1 extra
+        wrote.setdefault(pair, set()).update(
+            f"{e.tip}; action: {action}; score: {sum(e.r_ext)}" for e in episodes for action in e.actions)
+    assert step == 6 and list(result) == [f"{task}, miniature" for task in cfg.tasks]
+
+
+def finished(folder, returns, scores, task=TASK):
+    """A run's folder, made up: two episodes per step, 10 points apart."""
+    folder.mkdir(parents=True)
+    rows = [{"step": i, "episodes": 2 * i, "seconds": 5.0 * i, "return_ext": x, "scores": [x - 5, x + 5]}
+            for i, x in enumerate(returns, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "evaluation.json").write_text(json.dumps({task: {"after training": scores}}))
+    return folder
+
+
+def test_plot_compares_runs(monkeypatch, tmp_path):
+    """Seeds are one label, q0.3 and q0.7 two. Seeds 1 2 and 3 6: mean 2 4, range 1 to 3 and 2 to 6; one seed:
+    the range of its episodes. Test scores 100 0 and -100 20: mean 5, of seeds 50 and -40, a quarter at -100.
+    """
+    from matplotlib.axes import Axes
+    bands, lines, plot, fill = [], {}, Axes.plot, Axes.fill_between
+    monkeypatch.setattr(Axes, "fill_between", lambda *a, **o: bands.append(a[1:]) or fill(*a, **o))
+    monkeypatch.setattr(Axes, "plot", lambda *a, label: lines.setdefault(label.split(",")[0], []).append(
+        (bands[-1], a[2])) or plot(*a, label=label))
+    runs = [finished(tmp_path / name, returns, scores) for name, returns, scores in [
+        ("empo2-seed0", [1.0, 2.0], [100, 0]), ("empo2-seed1", [3.0, 6.0], [-100, 20]),
+        ("grpo-seed0", [0.0, 1.0], [-100, -100, 0, 0]), ("q0.3", [1.0], [1]), ("q0.7", [1.0], [3]),
+        ("sweep/seed0", [1.0], [20, 40]), ("sweep/seed1", [1.0], [20, 40])]]
+    empo2.compare([*map(str, runs[:5]), tmp_path / "sweep"], tmp_path)
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert lines["empo2"][:2] == [((at, [1.0, 2.0], [3.0, 6.0]), [2.0, 4.0]) for at in ([1, 2], [2, 4])]
+    assert lines["grpo"][2] == (([5.0, 10.0], [-5.0, -4.0], [5.0, 6.0]), [0.0, 1.0])
+    table = (tmp_path / "plot.md").read_text().splitlines()
+    assert "| empo2, after training | 5.0 ± 82.3 | 50.0, -40.0 | 4 | 25% |" in table
+    assert "| grpo, after training | -50.0 ± 57.7 | -50.0 | 4 | 50% |" in table
+    assert "| sweep, after training | 30.0 ± 11.5 | 30.0, 30.0 | 4 | 0% |" in table
+    assert list(lines) == ["empo2", "grpo", "q0.3", "q0.7", "sweep"]
+
+
+def test_seeds_run_one_after_another(monkeypatch, tmp_path):
+    """--seeds 4 2: two runs that differ by seed and folder alone, then their common curve and table."""
+    seen = []
+    monkeypatch.setattr(empo2, "execute", lambda cfg: seen.append(vars(cfg)) or finished(
+        Path(cfg.runs) / cfg.name, [1.0 * cfg.seed], [10 * cfg.seed]))
+    options = ["--device", "cpu", "--runs", str(tmp_path), "--name", "mine", "--lr", "0.5"]
+    assert empo2.main([*options, "--seeds", "4", "2"]) == 0
+    runs, wanted = tmp_path / "mine", options_of("--lr", "0.5", "--seeds", "4", "2")
+    assert seen == [wanted | {"runs": str(runs), "seed": seed, "name": f"seed{seed}"} for seed in (4, 2)]
+    assert "| mine, after training | 30.0 ± 14.1 | 20.0, 40.0 |" in (runs / "plot.md").read_text()
+
+
+@pytest.mark.parametrize("options, named", [
+    ("--bonus-cof 1", "--bonus-coef"), ("--mask half", "response"), ("--algo ppo", "reflexion"),
+    ("--tasks power-component bulb", f"'bulb'; did you mean {TASK}"), ("--seeds 0 -1", "--seeds"),
+    ("--adapt find-plnt", f"'find-plnt'; did you mean {TASK}"), ("--alphas 1 2", "--alphas"),
+    ("--alphas 1 1 -1", "--alphas"), ("--alphas nan 1 1", "--alphas"), ("--alphas 1 x 1", "--alphas"),
+    ("--seeds a", "--seeds"), ("--seeds", "--seeds"), ("--extra-actions -1", "--extra-actions"),
+    ("--trials 0", "--trials")])
+def test_a_mistake_in_a_new_option_is_one_line(capsys, monkeypatch, options, named):
+    """Exit status 2, and one line that names the option, its choices or what is near; no model is loaded."""
+    monkeypatch.setattr(empo2, "load_policy", None)
+    assert named in refused(capsys, "--device", "cpu", "--env", "mini", *options.split())
+
+
+def test_a_plot_of_no_run_names_the_runs_near_it(capsys, tmp_path):
+    """Neither a folder that is not there, nor one without an evaluation, nor one with half a line."""
+    good = finished(tmp_path / "empo2-seed0", [1.0], [0])
+    (tmp_path / "empty").mkdir()
+    (finished(tmp_path / "torn", [1.0], [0]) / "metrics.jsonl").write_text('{"step": 1, "epi')
+    for bad in (tmp_path / "emp02-seed0", tmp_path / "empty", tmp_path / "torn"):
+        line = refused(capsys, "--device", "cpu", "--runs", tmp_path, "--plot", good, bad)
+        assert f"plot '{bad}'" in line and f"near that: {good}" in line.replace(f"{tmp_path / 'torn'}, ", "")
+    assert not (tmp_path / "plot.png").exists()
+
+
+def test_a_checkpoint_is_read_back(folder, tmp_path):
+    """The adapter's bits, its rank, the same logits, ready to be trained on; not so for other folders."""
+    old = make_policy(folder, config())
+    jolt(old)
+    old.model.save_pretrained(tmp_path / "good" / "adapter")
+    new = make_policy(folder, config(checkpoint=str(tmp_path / "good"), lora_rank=8, seed=3))
+    assert len(new.trained) == len(old.trained) and all(map(torch.equal, new.trained, old.trained))
+    assert torch.equal(fresh_logits(new, [1, 2, 3]), fresh_logits(old, [1, 2, 3]))
+    other = save_model(tmp_path / "wide", ["look", "around"], hidden=64)
+    for name, model in (("god", folder), ("good", other)):
+        cfg = config(checkpoint=str(tmp_path / name), runs=str(tmp_path))
+        with pytest.raises(empo2.Mistake, match=f"'{cfg.checkpoint}'.*near that: {tmp_path / 'good'}"):
+            make_policy(model, cfg)
+
+
 SMALL = ("--device cpu --steps 1 --group-size 2 --mini-batch 1 --step-limit 2 --action-tokens 6 "
          "--tip-tokens 8 --shot-chars 40 --test-variations 1 --eval-runs 1 --lora-rank 4").split()
 SMALL += ["--visit-threshold", "0"]         # all states are one: no two bonuses, so no two returns, are equal
@@ -1601,3 +2182,64 @@ def test_the_contents_are_the_banners_in_their_order():
     names = [" ".join(name.split()).lower() for name in contents.split("|")]
     banners = re.findall(r"^# ====+ ([^:=]+?)(?: =|: ).*=$", SOURCE.read_text(), re.MULTILINE)
     assert len(names) > 10 and [banner.lower() for banner in banners] == names
+
+
+# ------------------------------------------------------------------------------------------------------------
+# All 30 tasks: they load, their prompts fit, their gold paths are walked.
+# ------------------------------------------------------------------------------------------------------------
+# Their gold paths (53 to 180 moves) are longer than their limits: nobody who follows them ends at 100.
+TOO_LONG = """grow-fruit grow-plant inclined-plane-determine-angle inclined-plane-friction-named-surfaces
+inclined-plane-friction-unnamed-surfaces measure-melting-point-unknown-substance mendelian-genetics-known-plant
+mendelian-genetics-unknown-plant""".split()
+
+
+@pytest.fixture(scope="module")
+def walker(smol_chat):
+    """A player without a model, in the paper's preset but for one example of one training variation."""
+    pool = empo2.SimulatorPool(1, 2)
+    cfg = empo2.Config(shots=1, train_variations=1)
+    worlds = [empo2.ScienceWorld(pool, "easy", unknown_action="keep")]
+    gold = functools.cache(worlds[0].gold_path)
+    worlds[0].gold_path = lambda task, variation: list(gold(task, variation))
+    yield empo2.Player(cfg, SimpleNamespace(chat=smol_chat), worlds, hash_embed)
+    pool.close()
+
+
+TASKS = """boil change-the-state-of-matter-of chemistry-mix chemistry-mix-paint-secondary-color
+chemistry-mix-paint-tertiary-color find-animal find-living-thing find-non-living-thing find-plant freeze grow-fruit
+grow-plant identify-life-stages-1 identify-life-stages-2 inclined-plane-determine-angle
+inclined-plane-friction-named-surfaces inclined-plane-friction-unnamed-surfaces lifespan-longest-lived
+lifespan-longest-lived-then-shortest-lived lifespan-shortest-lived measure-melting-point-known-substance
+measure-melting-point-unknown-substance melt mendelian-genetics-known-plant mendelian-genetics-unknown-plant
+power-component power-component-renewable-vs-nonrenewable-energy test-conductivity
+test-conductivity-of-unknown-substances use-thermometer""".split()
+
+
+def test_there_are_30_tasks(walker):
+    """The list above is the simulator's."""
+    assert sorted(TASKS) == sorted(walker.worlds[0].tasks()) and len(TASKS) == 30
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task(walker, task):
+    """Splits are disjoint and not empty, the prompt leaves room in --context, the gold path ends at 100 within the
+    step limit, or needs more moves than it allows and then ends at the limit, neither failed nor complete.
+    """
+    world, cfg = walker.worlds[0], walker.cfg
+    train, test = world.variations(task, "train"), world.variations(task, "test")
+    assert train and test and not set(train) & set(test)
+    walker.prepare_examples(task, train[0])
+    episode = empo2.Episode(task, train[0])
+    opening = walker.begin(world, episode)
+    assert len(opening) + cfg.action_tokens < cfg.context and walker.prompts[task, train[0]]
+    path, total, done = world.gold_path(task, train[1]), 0, False
+    world.reset(task, train[1])
+    for action in path:
+        if done:
+            break
+        _, reward, done = world.step(action)
+        total += reward
+    if task in TOO_LONG:
+        assert len(path) > world.limit == world.turns and 0 <= total < 100
+    else:
+        assert total == 100 and world.turns <= world.limit
