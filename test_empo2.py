@@ -1074,9 +1074,10 @@ def test_trials(monkeypatch, folder, tmp_path, algo, adapt):
     monkeypatch.setattr(empo2, "draw", lambda *args: None)
     player, batches = make_player(folder, 6, **empo2.ALGOS[algo] | dict(
         algo=algo, adapt=adapt, p=1.0, q=0.0, trials=4, eval_runs=3, runs=str(tmp_path), name="run",
-        group_size=2, unknown_action="nearest", step_limit=3)), []
+        group_size=2, unknown_action="nearest", step_limit=3, temperature=1.0, eval_temperature=0.8)), []
     before, play = copy.deepcopy(player.policy.model.state_dict()), player.play
-    monkeypatch.setattr(player, "play", lambda *args: batches.append(play(*args)) or batches[-1])
+    monkeypatch.setattr(player, "play", lambda groups, n, temperature: batches.append(
+        play(groups, n, {0.8: 0.8}[temperature])) or batches[-1])
     named = empo2.trials(player.cfg, player, empo2.Run(player.cfg), TASK, [10, 11])
     scores = [[sum(e.r_ext) for e in batch] for batch in batches]
     assert [named.pop(f"trial {i}") for i in range(5)] == scores and list(named) == ["best so far"]
