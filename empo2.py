@@ -100,7 +100,7 @@ class Config:
     seeds: tuple = opt((), "several seeds, one run after another, in one folder", many=int)
     name: str = opt("auto", "folder under --runs; auto: from task, method, seed and time")
     runs: str = opt("runs", "where run folders go")
-    checkpoint: str = opt("none", "run folder whose adapter to start from, with its model and rank")
+    checkpoint: str = opt("none", "run folder whose adapter to start from; of the same --model")
     adapt: str = opt("none", "task to play with fixed weights and memory on, instead of training [P] Fig. 8")
     trials: int = opt(10, "of --adapt, and of Reflexion's test: after trial 0 without memory [P] Fig. 8")
     plot: tuple = opt((), "run folders to compare in plot.png and plot.md; nothing else is run", many=str)
