@@ -29,7 +29,7 @@ mini: $(SETUP)  ## three seeds each of plain GRPO and EMPO² on the miniature wo
 	$(PY) empo2.py $(SMALL) --steps 8 --seeds 0 1 2 --runs runs/mini-$(NOW) --name empo2
 	$(PY) empo2.py --plot runs/mini-$(NOW)/* --runs runs/mini-$(NOW)
 
-LADDER := $(PY) empo2.py $(SMALL) --steps 4 --test-variations 4 --trials 3 --seeds 0 1 --runs runs/ablate-$(NOW)
+LADDER := $(PY) empo2.py $(SMALL) --steps 8 --test-variations 4 --trials 3 --seeds 0 1 --runs runs/ablate-$(NOW)
 ablate: $(SETUP)  ## what each part buys: naive, reflexion, grpo, + memory, + bonus, + off-policy, two seeds each
 	$(LADDER) --name 1-naive --algo naive
 	$(LADDER) --name 2-reflexion --algo reflexion
