@@ -856,7 +856,8 @@ def test_evaluation_table(monkeypatch):
 
 def test_the_readme_says_what_table_1_says():
     """18 tasks, and the mean of each column is the average that the paper gives."""
-    text = (SOURCE.parent / "README.md").read_text(encoding="utf-8").replace("−", "-")
+    text = Path(__file__).with_name("README.md").read_text(encoding="utf-8").replace("−", "-")
+    text = text.split("### The paper's Table 1")[1]          # the README also shows what a run prints
     rows = re.findall(r"^\| [a-z\d-]+ \|((?: -?[\d.]+ ± [\d.]+ \|){5})$", text, re.MULTILINE)
     columns = zip(*([float(cell.split("±")[0]) for cell in row.split("|")[:5]] for row in rows))
     averages = [sum(column) / 18 for column in columns]
