@@ -716,7 +716,7 @@ class Player:
         return self.embed([self.policy.chat.text(whole) if whole else e.state()])[0]                   # (D,)
 
     def pay(self, episodes):
-        """r_int of each action, by --bonus: for the state that it led to, or [C] for few tips in memory."""
+        """r_int of each action: of the state that it led to ([P] 4.2, rnd [P] 5.3), or 1/(1 + tips) [C]."""
         for e in episodes:
             e.r_int = [(self.cfg.bonus == "tips" and e.mode != "plain") / (1 + k) for k in e.retrieved]
         if self.cfg.bonus in ("visits", "rnd"):
@@ -1199,7 +1199,7 @@ def execute(cfg):
     judge_on = {t: worlds[0].variations(t, "test")[:cfg.test_variations] for t in cfg.tasks}
     policy, embed, run = load_policy(cfg), load_embedder(cfg.embedder, cfg.device), Run(cfg)
     player, fixed, results = Player(cfg, policy, worlds, embed), cfg.algo in ("naive", "reflexion"), {}
-    optimizer = None if fixed else torch.optim.AdamW(policy.trained, lr=cfg.lr, weight_decay=0.0)    # [O]
+    optimizer = None if fixed else torch.optim.AdamW(policy.trained, lr=cfg.lr, weight_decay=0.0)  # decay: [O]
 
     def judge(when):
         """Play the test variations of every task, and show the tables."""

@@ -1224,6 +1224,24 @@ def test_random_network_distillation_learns_what_it_sees(recorded):
     assert min(sum(old, [])) > 0 and new[0] > 5 * mean(old)
 
 
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [3]])
+def test_random_network_distillation_of_one_state_is_finite(lengths):
+    """A single state, and a batch of one state over and over, have no spread: nothing is divided by it."""
+    state = hash_embed(["the only place"])
+    rnd = empo2.RND(64)
+    paid = [bonus for row in rnd.bonuses([state.expand(n, -1) for n in lengths]) for bonus in row]
+    assert len(paid) == sum(lengths) and all(0 <= bonus < 10 for bonus in paid)
+    assert sum(lengths) > 1 and lengths == [3] or rnd.scale == 1.0
+
+
+def test_reflexion_agents_of_two_groups_are_others(folder):
+    """Two groups of one variation in one batch are 2 n agents; another variation counts from 0 again."""
+    player = make_player(folder, 6, algo="reflexion", p=1.0, q=0.0, bonus="none", rank="recent")
+    groups = [(TASK, 0, "on-memory"), (TASK, 1, "on-memory"), (TASK, 0, "on-memory")]
+    shelves = [e.shelf for e in player.play(groups, 2, 0.8, learn=False)]
+    assert shelves == [f"{TASK}/{v} agent {i}" for v, i in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3))]
+
+
 def test_newest_readings_by_hand(recorded):
     """Turn t's row: what was said so far, of the tips only turn t's own; under the mask its action alone."""
     for e in recorded[1]:
@@ -2191,8 +2209,8 @@ def test_the_contents_are_the_banners_in_their_order():
 # ------------------------------------------------------------------------------------------------------------
 # Their gold paths (53 to 180 moves) are longer than their limits: nobody who follows them ends at 100.
 TOO_LONG = """grow-fruit grow-plant inclined-plane-determine-angle inclined-plane-friction-named-surfaces
-inclined-plane-friction-unnamed-surfaces measure-melting-point-unknown-substance mendelian-genetics-known-plant
-mendelian-genetics-unknown-plant""".split()
+inclined-plane-friction-unnamed-surfaces measure-melting-point-unknown-substance
+mendelian-genetics-known-plant mendelian-genetics-unknown-plant""".split()
 
 
 @pytest.fixture(scope="module")
@@ -2208,8 +2226,8 @@ def walker(smol_chat):
 
 
 TASKS = """boil change-the-state-of-matter-of chemistry-mix chemistry-mix-paint-secondary-color
-chemistry-mix-paint-tertiary-color find-animal find-living-thing find-non-living-thing find-plant freeze grow-fruit
-grow-plant identify-life-stages-1 identify-life-stages-2 inclined-plane-determine-angle
+chemistry-mix-paint-tertiary-color find-animal find-living-thing find-non-living-thing find-plant freeze
+grow-fruit grow-plant identify-life-stages-1 identify-life-stages-2 inclined-plane-determine-angle
 inclined-plane-friction-named-surfaces inclined-plane-friction-unnamed-surfaces lifespan-longest-lived
 lifespan-longest-lived-then-shortest-lived lifespan-shortest-lived measure-melting-point-known-substance
 measure-melting-point-unknown-substance melt mendelian-genetics-known-plant mendelian-genetics-unknown-plant
@@ -2224,7 +2242,7 @@ def test_there_are_30_tasks(walker):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task(walker, task):
-    """Splits are disjoint and not empty, the prompt leaves room in --context, the gold path ends at 100 within the
+    """Splits are disjoint, not empty, the prompt leaves room in --context, the gold path ends at 100 within the
     step limit, or needs more moves than it allows and then ends at the limit, neither failed nor complete.
     """
     world, cfg = walker.worlds[0], walker.cfg
