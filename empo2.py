@@ -1199,7 +1199,7 @@ def execute(cfg):
     judge_on = {t: worlds[0].variations(t, "test")[:cfg.test_variations] for t in cfg.tasks}
     policy, embed, run = load_policy(cfg), load_embedder(cfg.embedder, cfg.device), Run(cfg)
     player, fixed, results = Player(cfg, policy, worlds, embed), cfg.algo in ("naive", "reflexion"), {}
-    optimizer = None if fixed else torch.optim.AdamW(policy.trained, lr=cfg.lr, weight_decay=0.0)  # decay: [O]
+    optimizer = None if fixed else torch.optim.AdamW(policy.trained, lr=cfg.lr, weight_decay=0.0)   # [O]
 
     def judge(when):
         """Play the test variations of every task, and show the tables."""

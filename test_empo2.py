@@ -2242,7 +2242,7 @@ def test_there_are_30_tasks(walker):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task(walker, task):
-    """Splits are disjoint, not empty, the prompt leaves room in --context, the gold path ends at 100 within the
+    """Splits are disjoint, not empty, the prompt leaves room in --context, the gold path ends at 100 in the
     step limit, or needs more moves than it allows and then ends at the limit, neither failed nor complete.
     """
     world, cfg = walker.worlds[0], walker.cfg
