@@ -418,7 +418,7 @@ class Chat:
         self.tokenizer, roles = tokenizer, ["system", "user", "assistant", "user", "assistant", "user"]
         turns = [{"role": role, "content": f"Q{i}{role}"} for i, role in enumerate(roles)]
         options = {"tokenize": False, "add_generation_prompt": True}
-        with loading("model", tokenizer.name_or_path, "its chat template must append turn to turn"):
+        with loading("model", tokenizer.name_or_path, "its tokenizer's chat template must append turns"):
             two, four, six = (tokenizer.apply_chat_template(turns[:k], **options) for k in (2, 4, 6))
             parts = re.split("|".join(turn["content"] for turn in turns), six)
             self.head, self.to_first_user, self.to_assistant = (self.control(parts[i]) for i in range(3))
