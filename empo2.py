@@ -7,6 +7,7 @@ arXiv 2602.23008, ICLR 2026. Read this file beside it, top to bottom.
     python empo2.py --env mini                 a pure-Python miniature of it: no Java
     python empo2.py --algo grpo                plain GRPO, everything else the same
     python empo2.py --preset paper             the paper's numbers, with LoRA (4.); --help names all options
+    python empo2.py --resume runs/NAME         go on with a run that was stopped, after its last step
 
 THE METHOD (Algorithm 1; the function `train` reads as this box)
     repeat
@@ -664,6 +665,7 @@ def sample(policy, cache, logits, longest, temperature, active, tick=lambda: Non
     ids, logps, active = [[] for _ in logits], [[] for _ in logits], [r for r, on in enumerate(active) if on]
     for _ in range(longest):
         logp = torch.log_softmax(logits / temperature, -1)                                           # (R, V)
+        # nan: a row at rest, which nobody reads, may have it; of another the run ends below.
         token = torch.multinomial(logp.exp().nan_to_num(1), 1, generator=policy.generator)           # (R, 1)
         chosen, drawn = logp.gather(-1, token)[:, 0].tolist(), token[:, 0].tolist()                  # R each
         if any(math.isnan(chosen[r]) for r in active):
