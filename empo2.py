@@ -730,7 +730,7 @@ class Player:
 
     def turn(self, world, e):
         """Do the last action, or reset the world: what opens the next user turn, [P] App. B's prompt if it is
-        the first. A fault of the simulator costs an episode all that it was, the third one its place.
+        the first. A fault of the simulator costs an episode all that it was, the third one its place [O].
         """
         while e.faults < 3:
             try:
@@ -957,7 +957,7 @@ def update(policy, optimizer, episodes, cfg, rng):
                     sums.setdefault(name, []).append((value, int(mask.sum())))
                 bar.update(len(part))
             norms.append(float(torch.nn.utils.clip_grad_norm_(policy.trained, cfg.grad_clip)))
-            sound.append(math.isfinite(norms[-1] + summed))
+            sound.append(math.isfinite(norms[-1] + summed))      # else Adam would be spoilt for good [O]
             options["skipped"] = 0 if sound[-1] else options.get("skipped", 0) + 1
             if sound[-1]:
                 optimizer.step()
@@ -1008,7 +1008,7 @@ def train(cfg, player, optimizer, run, pairs, first=1):
     """Explore with and without memory, remember, compare, update (no optimizer: not that)."""
     for step in steps(first, first + len(run.history), first + cfg.steps):
         start, rng = time.perf_counter(), random.Random(f"{cfg.seed} {step}")
-        # All chance comes from the step's number: a run that goes on needs no state of random streams.
+        # All chance comes from the step's number [O]: a run that goes on needs no state of random streams.
         player.policy.generator.manual_seed(rng.getrandbits(60))
         chosen = [pairs[((step - 1) * cfg.groups + g) % len(pairs)] for g in range(cfg.groups)]
         # Variations take turns [O]. With --mode-per step all groups draw from the same fresh stream.
@@ -1098,7 +1098,7 @@ def loading(what, name, advice="it takes a folder, a .gguf file, or a hub id tha
     """Turn a loader's complaint into one line."""
     try:
         yield
-    except Mistake:
+    except (Mistake, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise Mistake(f"cannot load --{what} {str(name)!r}: {advice} ({one_line(error)[:100]})") from error

@@ -3028,6 +3028,13 @@ def test_no_gpu_memory_is_one_line(capsys, folder, tmp_path, whole):
     assert goes_on(folder, run, 2) == story(whole[0])
 
 
+def test_no_gpu_memory_for_a_model_is_no_complaint_about_its_name():
+    """What is raised while a model moves to the GPU reaches `main` as it is; another error is a Mistake."""
+    for raised, seen in ((torch.OutOfMemoryError, torch.OutOfMemoryError), (RuntimeError, empo2.Mistake)):
+        with pytest.raises(seen), empo2.loading("model", "x"):
+            raise raised("no memory")
+
+
 def test_outputs_that_are_no_numbers_are_a_mistake(folder):
     """nan, inf or nothing but -inf among the logits of a row that plays is one; of one at rest it is not."""
     policy = SimpleNamespace(generator=torch.Generator().manual_seed(0), stops={0})
