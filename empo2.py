@@ -36,6 +36,7 @@ CONTENTS  Configuration | Environment | Conversation | Tip memory | Intrinsic re
   Advantages and loss | Update | Evaluation | Training loop | Models | Run folder | Command line
 """
 import argparse
+import ctypes
 import difflib
 import functools
 import hashlib
@@ -61,8 +62,13 @@ from itertools import accumulate, groupby, product
 from pathlib import Path
 from threading import Lock
 
-# Before torch starts: OpenMP threads that spin while idle would take the core that Java needs.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Before torch starts: an idle thread spins for microseconds, then sleeps. One that spins on takes the core
+# that Java needs, one that sleeps at once is late for the next of a token's many small sums.
+os.environ.update({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"} | os.environ)
+# And glibc keeps what tensors free (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD): new pages must be cleared first.
+if mallopt := sys.platform == "linux" and getattr(ctypes.CDLL(None), "mallopt", None):
+    mallopt(-3, 2 ** 25), mallopt(-1, 2 ** 31 - 1)
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")                   # in a container: fewer cores than it shows
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")           # without a network: one line, not one per retry
 warnings.filterwarnings("ignore", category=FutureWarning)    # of one library about another
 
@@ -74,6 +80,7 @@ from py4j.protocol import Py4JError, Py4JJavaError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 say = tqdm.write                                             # one line to the user, above any progress bar
@@ -278,7 +285,7 @@ class Java:
         if not self.gateway and not self.ended:
             self.gateway = JavaGateway.launch_gateway(
                 classpath=scienceworld.constants.JAR_PATH, cwd=scienceworld.constants.BASEPATH,
-                javaopts=[f"-Xmx{self.heap}m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"],
+                javaopts=[f"-Xmx{self.heap}m", "-XX:+UseSerialGC"],
                 die_on_exit=True, create_new_process_group=True)
             self.gateway.gateway_parameters.read_timeout = self.patience
         return self.gateway
@@ -531,7 +538,7 @@ class TipMemory:
     def __init__(self, capacity=1000, top_k=10, threshold=0.5, rank="score", evict="oldest"):
         self.capacity, self.top_k, self.threshold = capacity, top_k, threshold
         self.rank, self.evict = rank, evict
-        self.groups = {}                                     # group -> [Tip, ...], oldest first
+        self.groups, self.tables = {}, {}                    # group -> [Tip, ...], oldest first; as tensors
 
     def add(self, key, text, score, group, outcomes=None):
         """Keep `text` under the unit vector `key`, (D,), unless the group has it already."""
@@ -539,6 +546,7 @@ class TipMemory:
         text = one_line(text)                                # one memory is one line: it cannot pose as two
         if all(tip.text != text for tip in shelf):
             shelf.append(Tip(text, score, key, outcomes or [score, 1]))
+            self.tables.pop(group, None)
             if len(shelf) > self.capacity:
                 worth = lambda i: shelf[i].outcomes[0] / shelf[i].outcomes[1]
                 del shelf[0 if self.evict == "oldest" else min(range(len(shelf)), key=worth)]
@@ -549,17 +557,27 @@ class TipMemory:
             if tip.text in texts:
                 tip.outcomes[:] = tip.outcomes[0] + score, tip.outcomes[1] + 1
 
-    def retrieve(self, query, group, seen=()):
-        """tips_t = Retr(s_t; M): at most `top_k` texts, not in `seen`, their cosine with `query`, (D,), above
-        the threshold; by score, then similarity, or the reverse. "recent": the last written, newest last.
+    def retrieve(self, queries, group, seen):
+        """tips_t = Retr(s_t; M) for queries, (Q, D): Q lists of texts with a cosine above the threshold, by
+        score, then similarity, or the reverse: `top_k`, and one more for each that `seen` has for the query,
+        since these still count. "recent": the last written, newest last.
         """
-        shelf = self.groups.get(group, ())
-        if self.rank == "recent":
-            return [tip.text for tip in shelf[-self.top_k:] if tip.text not in seen]
-        near = [((tip.score, cosine) if self.rank == "score" else (cosine, tip.score), tip.text)
-                for tip in shelf if tip.text not in seen
-                if (cosine := float(tip.key @ query)) > self.threshold]
-        return [text for _, text in sorted(near, key=lambda pair: pair[0], reverse=True)[:self.top_k]]
+        shelf = self.groups.get(group, [])
+        found = [[tip.text for tip in shelf[-self.top_k:]]] * len(seen)
+        if shelf and self.rank != "recent":
+            if group not in self.tables:
+                keys, scores = zip(*[(tip.key, tip.score) for tip in shelf])
+                self.tables[group] = torch.stack(keys), torch.tensor(scores).double()          # (M, D), (M,)
+            keys, scores = self.tables[group]
+            # Fast: one product for a turn's queries; only what can be shown is sorted, stably: oldest first.
+            for q, cosine in enumerate((keys @ queries.T).T.double().round(decimals=6)):       # (M,)
+                rank = 4 * scores + cosine if self.rank == "score" else 1e9 * cosine + scores  # whole scores
+                rank[cosine <= self.threshold] = -math.inf
+                most = min(self.top_k + len(seen[q]), len(shelf))
+                best = (rank >= rank.topk(most).values[-1].clamp(min=-1e18)).nonzero()[:, 0]
+                best = best[rank[best].argsort(descending=True, stable=True)][:most]
+                found[q] = [shelf[i].text for i in best.tolist()]
+        return found
 
 
 # ==== Intrinsic reward: r_int = 1/n  [P] 4.2, and what else has been paid for novelty =======================
@@ -624,37 +642,49 @@ class RND:
 
 # ==== Rollout: a batch of episodes in lockstep, over one key-value cache that lives as long as they do ======
 class KVCache:
-    """Keys and values of the conversations: a turn feeds only its new tokens. Ragged chunks are padded on the
-    left; the padding stays, as holes that change no number: masks see slots, rotary positions count tokens.
+    """Keys and values of R conversations. Fast: a turn computes its new tokens alone, and those of all rows
+    as one row of n, without padding or rows at rest; attention alone tells rows apart. A token's slot is its
+    position; slots are written in place, and made 256 at a time.
     """
-    def __init__(self, policy, rows=0):
-        from transformers import DynamicCache
-        self.policy, self.kv = policy, DynamicCache(config=policy.model.config)
-        self.mask = torch.zeros(rows, 0, dtype=torch.long, device=policy.device)       # (R, S) 1: a token
-        self.length = torch.zeros(rows, dtype=torch.long, device=policy.device)        # (R,) tokens so far
+    def __init__(self, policy, rows):
+        self.policy, self.length, self.kv = policy, [0] * rows, {}     # layer -> [K, V], (R, heads, S, d)
 
     @torch.inference_mode()
     def append(self, chunks):
         """Feed a list of new ids per row (an empty one changes nothing); the next token's logits, (R, V)."""
-        width, device = max(map(len, chunks)), self.policy.device
-        ids = torch.tensor([[0] * (width - len(c)) + c for c in chunks], device=device)              # (R, W)
-        new = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in chunks], device=device)   # (R, W)
-        positions = (self.length[:, None] + new.cumsum(-1) - 1).clamp(min=0)                         # (R, W)
-        self.mask = torch.cat([self.mask, new], 1)                                                # (R, S + W)
-        self.length = self.length + new.sum(-1)                                                      # (R,)
-        out = self.policy.model(input_ids=ids, attention_mask=self.mask, position_ids=positions,
-                                use_cache=True, logits_to_keep=1, cache=self.kv)
-        return out.logits[:, -1].float()                                                             # (R, V)
+        fed, tensor = [c for c in chunks if c], functools.partial(torch.tensor, device=self.policy.device)
+        at = [(r, w, k + w) for r, (k, c) in enumerate(zip(self.length, chunks)) for w in range(len(c))]
+        self.length = [k + len(chunk) for k, chunk in zip(self.length, chunks)]
+        self.row, self.column, self.slot = tensor(at).T                                        # (n,) each
+        own = self.slot.new_full((len(chunks), max(map(len, fed))), -1)                        # (R, W)
+        own[self.row, self.column] = self.slot
+        sees = tensor(range(max(self.length))) <= own[:, None, :, None]                        # (R, 1, W, S)
+        ids, ends = tensor([sum(fed, [])]), tensor([*accumulate(map(len, fed))]) - 1
+        logits = self.policy.model(input_ids=ids, attention_mask=sees, position_ids=self.slot[None],
+                                   use_cache=False, logits_to_keep=ends, rollout=self).logits[0].float()
+        return logits.new_zeros(len(chunks), logits.shape[1]).index_copy(0, self.row[ends], logits)  # (R, V)
+
+    @staticmethod
+    def attention(module, query, key, value, mask, rollout=None, **options):
+        """The library's attention; in a rollout, of n new tokens, (1, heads, n, d), to all that rows hold."""
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        if rollout is None:
+            return sdpa_attention_forward(module, query, key, value, mask, **options)
+        (R, _, W, S), row, column = mask.shape, rollout.row, rollout.column
+        kv = rollout.kv.setdefault(module.layer_idx, [x[:, :, :0].repeat(R, 1, 1, 1) for x in (key, value)])
+        for i, new in enumerate((key, value)):
+            if S > kv[i].shape[2]:
+                kv[i] = torch.nn.functional.pad(kv[i], (0, 0, 0, S - kv[i].shape[2] + 255))
+            kv[i][row, :, rollout.slot] = new[0].transpose(0, 1)
+        padded = query.new_zeros(R, query.shape[1], W, query.shape[3])
+        padded[row, :, column] = query[0].transpose(0, 1)
+        out, _ = sdpa_attention_forward(module, padded, kv[0][:, :, :S], kv[1][:, :, :S], mask, **options)
+        return out[row, column][None], None                                        # (1, n, heads, d)
 
     def repeat(self, n):
         """Every row n times over: what the episodes of a group have in common is computed once."""
-        self.kv.batch_repeat_interleave(n)
-        self.mask, self.length = (x.repeat_interleave(n, 0) for x in (self.mask, self.length))
-
-    @torch.inference_mode()
-    def forget(self, rows):
-        """These rows begin again; what they held stays, as holes."""
-        self.mask[rows], self.length[rows] = 0, 0
+        self.kv = {layer: [x.repeat_interleave(n, 0) for x in kv] for layer, kv in self.kv.items()}
+        self.length = [k for k in self.length for _ in range(n)]
 
 
 @torch.inference_mode()
@@ -665,11 +695,10 @@ def sample(policy, cache, logits, longest, temperature, active, tick=lambda: Non
     ids, logps, active = [[] for _ in logits], [[] for _ in logits], [r for r, on in enumerate(active) if on]
     for _ in range(longest):
         logp = torch.log_softmax(logits / temperature, -1)                                           # (R, V)
-        # nan: a row at rest, which nobody reads, may have it; of another the run ends below.
-        token = torch.multinomial(logp.exp().nan_to_num(1), 1, generator=policy.generator)           # (R, 1)
-        chosen, drawn = logp.gather(-1, token)[:, 0].tolist(), token[:, 0].tolist()                  # R each
-        if any(math.isnan(chosen[r]) for r in active):
+        if logp.isnan().any():
             raise Mistake("the model's outputs are not numbers any more: lower --lr")
+        token = torch.multinomial(logp.exp(), 1, generator=policy.generator)                         # (R, 1)
+        chosen, drawn = logp.gather(-1, token)[:, 0].tolist(), token[:, 0].tolist()                  # R each
         for r in active:
             ids[r].append(drawn[r])
             logps[r].append(chosen[r])
@@ -690,6 +719,7 @@ class Player:
                         else VisitCounter(cfg.visit_threshold))
         self.examples, self.prompts, self.preparing = {}, {}, Lock()
         self.threads = ThreadPoolExecutor(min(len(worlds), 2 * cfg.jvms))
+        self.tips_took = 0.0, 0                              # seconds and tokens, of the last step
 
     def play(self, groups, n, temperature, learn=True):
         """Play groups, [(task, variation, mode), ...], n episodes each; learn: pay r_int, write tips. Returns
@@ -711,14 +741,15 @@ class Player:
             # Ended episodes stay in the cache as rows that get nothing: their tips are written from it.
             while live := [e for e in episodes if not e.end]:
                 logits = cache.append([[] if e.end else e.tokens(True)[0][fed:]
-                                       for e, fed in zip(episodes, cache.length.tolist())])          # (R, V)
+                                       for e, fed in zip(episodes, cache.length)])                   # (R, V)
                 answers = sample(self.policy, cache, logits, self.cfg.action_tokens, temperature,
                                  [not e.end for e in episodes], bar.refresh)
                 for e, answer, logp in zip(episodes, *answers):
                     if answer:
                         e.add_action(chat, answer, logp)
                 self.add_turns(live, turns(live))
-                cache.forget([e.number for e in live if not e.actions])    # those that start again
+                for e in (e for e in live if not e.actions):
+                    cache.length[e.number] = 0               # it starts again
                 bar.update()
         if not (whole := [e for e in episodes if e.end != "fault"]):
             raise SimulatorFault("simulators failed three times in every episode: try fewer --jvms")
@@ -761,13 +792,16 @@ class Player:
 
     def add_turns(self, episodes, openings):
         """Append the next user turn, with tips in memory mode, or end an episode that has no room for it."""
-        for e, opening in ((e, opening) for e, opening in zip(episodes, openings) if not e.end):
+        live, tips = [(e, opening) for e, opening in zip(episodes, openings) if not e.end], {}
+        for shelf, pairs in groupby((x for x in live if x[0].mode != "plain"), lambda x: x[0].shelf):
+            asking, keys = zip(*[(e, self.key(e, opening)) for e, opening in pairs])
+            tips |= zip(asking, self.memory.retrieve(torch.stack(keys), shelf, [e.tips for e in asking]))
+        for e, opening in live:
             length = len(e.tokens(with_tips=False)[0]) + len(opening) + len(self.policy.chat.to_assistant)
             if length + self.cfg.action_tokens < self.cfg.context:       # tips apart: all modes end alike
-                query = None if e.mode == "plain" else self.key(e, opening)
-                tips = lambda seen: () if query is None else self.memory.retrieve(query, e.shelf, seen)
-                e.retrieved.append(len(tips(seen=())))
-                e.add_turn(self.policy.chat, opening, tips(e.tips), self.cfg.tip_budget)
+                new, top_k = [tip for tip in tips.get(e, []) if tip not in e.tips], self.cfg.top_k
+                e.retrieved.append(min(len(tips.get(e, [])), top_k))     # seen or not
+                e.add_turn(self.policy.chat, opening, new[:top_k], self.cfg.tip_budget)
             elif e.actions:
                 e.end = "context"
             else:
@@ -792,8 +826,8 @@ class Player:
         """tip ~ pi_theta(. | s_T, u[, tips], request) per episode, from its cache [P] 4.1; stored under every
         state as "tip; action there; final score" ([P] App. E, [C]). Reflexion: the tip alone, of a failure.
         """
-        chat, chunks, longest = self.policy.chat, [], self.cfg.tip_tokens
-        for e, fed in zip(episodes, cache.length.tolist()):
+        chat, chunks, longest, start = self.policy.chat, [], self.cfg.tip_tokens, time.perf_counter()
+        for e, fed in zip(episodes, cache.length):
             request = TIP_REQUEST.format(observation="".join(e.observations[-1:]), score=sum(e.r_ext))
             chunks.append(e.tokens(True)[0][fed:] + chat.to_user + chat.data(request) + chat.to_assistant)
         with progress(total=longest, desc="tips, tokens") as bar:
@@ -810,6 +844,7 @@ class Player:
                     self.memory.add(key, f"{e.tip}; action: {action}; score: {score}", score, e.shelf)
             elif score < 100:
                 self.memory.add(keys[-1], e.tip, score, e.shelf)
+        self.tips_took = time.perf_counter() - start, sum(map(len, answers))
 
     def prepare_examples(self, world, task, variation):
         """The prompt's examples: gold paths on other training variations, if possible on none trained on."""
@@ -888,19 +923,22 @@ def kl_k3(logp_new, logp_ref):
 # ==== Update: optimiser steps on one batch, each episode scored in the contexts of its mode  [P] Table 3 ====
 def action_logps(policy, rows, temperature, counts=None):
     """Score B trajectories given as (ids, action_mask): log-prob and entropy of their action tokens.
-    Returns logp, entropy, mask, all (B, K), packed: two contexts of a trajectory align token by token. One
-    forward covers all turns; logits exist only at the tokens before an action token, never (T, V) of them.
-    `counts`: action tokens per trajectory, if one has several rows.
+    Returns logp, entropy, mask, all (B, K), packed: two contexts of a trajectory align token by token.
+    Fast: one forward covers all turns. Small: logits exist at tokens before an action token alone, what is
+    made of them for 64 at a time, again backwards. `counts`: of a trajectory's action tokens, over its rows.
     """
     ids, act = ([torch.tensor(x, device=policy.device) for x in column] for column in zip(*rows))
     seen = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)                   # (B, T)
     ids, act = pad_sequence(ids, batch_first=True), pad_sequence(act, batch_first=True)        # (B, T)
     logits = policy.model(input_ids=ids, attention_mask=seen, use_cache=False,
                           logits_to_keep=act.roll(-1, dims=1)).logits                          # (n, V)
-    logp_all = torch.log_softmax(logits.float() / temperature, -1)                             # (n, V)
-    logp = logp_all.gather(-1, ids[act][:, None])[:, 0]                                        # (n,)
-    with torch.no_grad():
-        entropy = -(logp_all.exp() * logp_all).sum(-1)                                         # (n,)
+
+    def of_64(logits, ids):                                                                # (64, V), (64,)
+        logp = torch.log_softmax(logits.float() / temperature, -1)                             # (64, V)
+        return logp.gather(-1, ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1).detach()      # (64,), (64,)
+    parts = [checkpoint(of_64, *part, use_reentrant=False, preserve_rng_state=False)
+             for part in zip(logits.split(64), ids[act].split(64))]
+    logp, entropy = map(torch.cat, zip(*parts))                                                # (n,), (n,)
     packed, counts = (logp, entropy, torch.ones_like(logp).bool()), counts or act.sum(-1).tolist()
     return [pad_sequence(x.split(counts), batch_first=True) for x in packed]                   # (B, K)
 
@@ -1017,7 +1055,7 @@ def train(cfg, player, optimizer, run, pairs, first=1):
                  for task, v in chosen]
         groups = [(*pair, mode) for pair, (mode, _) in zip(chosen, drawn)]
         episodes = player.play(groups, cfg.group_size, cfg.temperature)
-        played = time.perf_counter()
+        played, (tips, tip_tokens) = time.perf_counter(), player.tips_took
         # Here the two rewards join, R = sum(r_ext + lambda r_int), to be compared within each group.
         for _, members in groupby(episodes, lambda e: e.number // cfg.group_size):
             members = list(members)
@@ -1030,7 +1068,8 @@ def train(cfg, player, optimizer, run, pairs, first=1):
             **stats, "dropped": dropped, "restarts": sum(e.faults for e in episodes) + 2 * dropped,
             "played_plain_for_empty_memory": sum(fell_back for _, fell_back in drawn),
             "bonus_scale": getattr(player.novelty, "scale", 1.0),
-            "seconds_rollout": played - start, "seconds_update": time.perf_counter() - played})
+            "seconds_rollout": played - start - tips, "seconds_tips": tips, "tip_tokens": tip_tokens,
+            "seconds_update": time.perf_counter() - played})
         run.save()
 
 
@@ -1071,6 +1110,7 @@ class Policy:
     """pi_theta: the model with its adapter, its chat format, and the random stream that it samples with."""
     def __init__(self, model, tokenizer, cfg, device):
         from peft import LoraConfig, get_peft_model
+        from transformers import AttentionInterface, DynamicCache
         self.device, self.generator = device, torch.Generator(device).manual_seed(cfg.seed)
         self.chat = Chat(tokenizer)
         self.stops = {self.chat.stop, tokenizer.eos_token_id}
@@ -1079,10 +1119,11 @@ class Policy:
             raise Mistake(f"lower --context, --tip-budget, --tip-tokens: {need} tokens, the model has {room}")
         if cfg.checkpointing == "on":
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        AttentionInterface.register("sdpa", KVCache.attention)   # in place of the library's, which it calls
         torch.manual_seed(cfg.seed)                          # the adapter starts with random A, and B = 0
         lora = LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear")
         self.name, self.model = Path(model.name_or_path).name, get_peft_model(model, lora).to(device).eval()
-        if {type(layer).__name__ for layer in KVCache(self).kv.layers} - {"DynamicLayer"}:
+        if {type(layer).__name__ for layer in DynamicCache(config=model.config).layers} - {"DynamicLayer"}:
             raise Mistake("the cache needs full attention in every layer, this model has others: use another")
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
 
@@ -1130,7 +1171,8 @@ def load_policy(cfg):
     with loading("model", name):
         path = converted(Path(name)) if name.endswith(".gguf") else name
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True,
+                                                     attn_implementation="sdpa")
         size, policy = sum(p.numel() for p in model.parameters()), Policy(model, tokenizer, cfg, cfg.device)
     say(f"model: {name if cfg.model != 'auto' else Path(name).name}, {size / 1e6:.0f}M parameters in "
         f"{str(dtype)[6:]}, and {sum(p.numel() for p in policy.trained) / 1e6:.1f}M of LoRA")
@@ -1236,7 +1278,7 @@ class Run:
         """What a reader may want to know of a step: metrics, transcripts, memory, curve."""
         scores, modes, mean = [sum(e.r_ext) for e in episodes], [g[2] for g in groups], statistics.mean
         row = {"step": step, "episodes": sum(len(x["scores"]) for x in self.history) + len(scores),
-               "seconds": sum(x["seconds_rollout"] + x["seconds_update"] for x in [*self.history, stats]),
+               "seconds": sum(x[key] for x in [*self.history, stats] for key in x if "seconds_" in key),
                "scores": scores, "numbers": [e.number for e in episodes],
                "turns": mean(len(e.actions) for e in episodes),
                "return_ext": mean(scores), "return_int": mean(sum(e.r_int) for e in episodes),
@@ -1251,10 +1293,13 @@ class Run:
             e = episodes[scores.index(pick(scores))]
             write(self.folder / f"transcripts/step{step:04d}-{name}.txt", transcript(e))
         draw(self.folder / "curve.png", {self.cfg.algo: [self.history]})
-        learnt = ", ratio max {ratio_max:.2f}, masked {masked:.0%}, entropy {entropy:.2f}"
-        told = "return {return_ext:.1f} ({} to {}), bonus {return_int:.2f}" + learnt * ("entropy" in row)
-        told = f"step {step}: {'+'.join(modes)}, {told}, {{seconds_rollout:.0f}} + {{seconds_update:.0f}} s"
-        say(told.format(min(scores), max(scores), **row))
+        told = "step {step}: {}, return {return_ext:.1f} ({} to {}), bonus {return_int:.2f}"
+        told += ", ratio max {ratio_max:.2f}, masked {masked:.0%}, entropy {entropy:.2f}" * ("entropy" in row)
+        for x, tokens in (("rollout", sum(sum(e.tokens(True)[1]) for e in episodes)),
+                          ("tips", row["tip_tokens"]), ("update", row["tokens"] * ("entropy" in row))):
+            rate = tokens / max(row[f"seconds_{x}"], 1e-3)   # of sampled ones, and of those trained on
+            told += f"; {x} {row[f'seconds_{x}']:.0f} s, {rate:.0f} tokens/s" * (tokens > 0)
+        say(told.format("+".join(modes), min(scores), max(scores), **row))
 
 
 def transcript(e):
@@ -1333,6 +1378,8 @@ def parse(argv=None):
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     device, preset = given.get("device", "auto"), given.get("preset", "auto")
     device = max(present, key=present.get) if device == "auto" else device      # the first that is there
+    if CPU_LIMIT.exists() and (limit := re.match(r"(\d+) (\d+)", CPU_LIMIT.read_text())):
+        torch.set_num_threads(min(torch.get_num_threads(), -(-int(limit[1]) // int(limit[2]))))
     sizes = preset if preset in ("paper", "gpu", "cpu") else "gpu" if device == "cuda" else "cpu"
     if not present[device]:
         raise Mistake(f"this machine has no {device}; try --device auto")
@@ -1349,7 +1396,7 @@ def parse(argv=None):
     cfg = Config(**{name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()})
     cfg.check()
     if not cfg.plot:
-        say(f"device: {device}\npreset: {cfg.preset}, sizes for {sizes}; "
+        say(f"device: {device}, {torch.get_num_threads()} threads\npreset: {cfg.preset}, sizes for {sizes}; "
             + ", ".join(f"{name} {short(value)}" for name, value in vars(cfg).items()))
     return cfg
 
