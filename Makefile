@@ -22,6 +22,10 @@ run: $(SETUP)  ## EMPO² on ScienceWorld's power-component, with what this machi
 test: $(SETUP)  ## all tests
 	$(PY) -m pytest -q --durations=10 test_empo2.py
 
+bench: $(SETUP)  ## what a step costs, against what people use instead: the README's table (installs TRL)
+	$(PY) -m pip install -q trl==1.16.0
+	$(PY) test_empo2.py bench
+
 NOW := $(shell date +%m%d-%H%M%S)
 SMALL := --env mini --group-size 4 --mini-batch 2 --step-limit 5 --action-tokens 10 --tip-tokens 24
 mini: $(SETUP)  ## three seeds each of plain GRPO and EMPO² on the miniature world, without Java
@@ -42,5 +46,5 @@ ablate: $(SETUP)  ## what each part buys: naive, reflexion, grpo, + memory, + bo
 clean:  ## remove what make made, but not runs/
 	rm -rf .venv .models .pytest_cache __pycache__
 
-.PHONY: help setup run test mini ablate clean
+.PHONY: help setup run test bench mini ablate clean
 .DEFAULT_GOAL := help

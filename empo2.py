@@ -62,14 +62,14 @@ from itertools import accumulate, groupby, product
 from pathlib import Path
 from threading import Lock
 
-# Before torch starts: an idle thread spins for microseconds, then sleeps. One that spins on takes the core
-# that Java needs, one that sleeps at once is late for the next of a token's many small sums.
-os.environ.update({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"} | os.environ)
-# And glibc keeps what tensors free (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD): new pages must be cleared first.
+# Before torch starts: an idle thread spins for microseconds, then sleeps. Longer takes the core that Java
+# needs, at once is late for a token's next small sum. And the hub's library is to say once what it lacks.
+os.environ.update({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "HF_HUB_VERBOSITY": "error"}
+                  | os.environ)
+# glibc keeps what tensors free (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD): a new page must be cleared first.
 if mallopt := sys.platform == "linux" and getattr(ctypes.CDLL(None), "mallopt", None):
     mallopt(-3, 2 ** 25), mallopt(-1, 2 ** 31 - 1)
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")                   # in a container: fewer cores than it shows
-os.environ.setdefault("HF_HUB_VERBOSITY", "error")           # without a network: one line, not one per retry
 warnings.filterwarnings("ignore", category=FutureWarning)    # of one library about another
 
 import scienceworld
@@ -278,15 +278,14 @@ class Java:
     patience = 60                                            # seconds without an answer: it hangs
 
     def __init__(self, simulators):
-        self.heap, self.lock, self.gateway, self.ended = 240 + 48 * simulators, Lock(), None, False
+        self.heap, self.lock, self.gateway, self.ended = f"-Xmx{240 + 48 * simulators}m", Lock(), None, False
 
     def running(self):
         """The gateway to the process. Java by default takes 1.5 GB and grows; its group gets no Ctrl-C."""
         if not self.gateway and not self.ended:
             self.gateway = JavaGateway.launch_gateway(
                 classpath=scienceworld.constants.JAR_PATH, cwd=scienceworld.constants.BASEPATH,
-                javaopts=[f"-Xmx{self.heap}m", "-XX:+UseSerialGC"],
-                die_on_exit=True, create_new_process_group=True)
+                javaopts=[self.heap, "-XX:+UseSerialGC"], die_on_exit=True, create_new_process_group=True)
             self.gateway.gateway_parameters.read_timeout = self.patience
         return self.gateway
 
@@ -558,17 +557,15 @@ class TipMemory:
                 tip.outcomes[:] = tip.outcomes[0] + score, tip.outcomes[1] + 1
 
     def retrieve(self, queries, group, seen):
-        """tips_t = Retr(s_t; M) for queries, (Q, D): Q lists of texts with a cosine above the threshold, by
-        score, then similarity, or the reverse: `top_k`, and one more for each that `seen` has for the query,
-        since these still count. "recent": the last written, newest last.
+        """tips_t = Retr(s_t; M) for queries, (Q, D): Q lists of texts, their cosine above the threshold, by
+        score, then similarity, or the reverse: `top_k`, and as many more as the query has `seen`. "recent":
+        the last written, newest last.
         """
         shelf = self.groups.get(group, [])
         found = [[tip.text for tip in shelf[-self.top_k:]]] * len(seen)
         if shelf and self.rank != "recent":
-            if group not in self.tables:
-                keys, scores = zip(*[(tip.key, tip.score) for tip in shelf])
-                self.tables[group] = torch.stack(keys), torch.tensor(scores).double()          # (M, D), (M,)
-            keys, scores = self.tables[group]
+            keys, scores = self.tables.get(group) or self.tables.setdefault(group, (           # (M, D), (M,)
+                torch.stack([tip.key for tip in shelf]), torch.tensor([float(tip.score) for tip in shelf])))
             # Fast: one product for a turn's queries; only what can be shown is sorted, stably: oldest first.
             for q, cosine in enumerate((keys @ queries.T).T.double().round(decimals=6)):       # (M,)
                 rank = 4 * scores + cosine if self.rank == "score" else 1e9 * cosine + scores  # whole scores
@@ -647,7 +644,7 @@ class KVCache:
     position; slots are written in place, and made 256 at a time.
     """
     def __init__(self, policy, rows):
-        self.policy, self.length, self.kv = policy, [0] * rows, {}     # layer -> [K, V], (R, heads, S, d)
+        self.policy, self.length, self.kv = policy, [0] * rows, {}     # kv: layer -> (2, R, heads, S, d)
 
     @torch.inference_mode()
     def append(self, chunks):
@@ -670,20 +667,19 @@ class KVCache:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         if rollout is None:
             return sdpa_attention_forward(module, query, key, value, mask, **options)
-        (R, _, W, S), row, column = mask.shape, rollout.row, rollout.column
-        kv = rollout.kv.setdefault(module.layer_idx, [x[:, :, :0].repeat(R, 1, 1, 1) for x in (key, value)])
-        for i, new in enumerate((key, value)):
-            if S > kv[i].shape[2]:
-                kv[i] = torch.nn.functional.pad(kv[i], (0, 0, 0, S - kv[i].shape[2] + 255))
-            kv[i][row, :, rollout.slot] = new[0].transpose(0, 1)
+        (R, _, W, S), row, column, layer = mask.shape, rollout.row, rollout.column, module.layer_idx
+        kv = rollout.kv.get(layer, key.new_empty(2, R, key.shape[1], 0, key.shape[3]))
+        if S > kv.shape[3]:
+            kv = rollout.kv[layer] = torch.nn.functional.pad(kv, (0, 0, 0, S - kv.shape[3] + 255))
+        kv[:, row, :, rollout.slot] = torch.cat([key, value]).permute(2, 0, 1, 3)  # (n, 2, heads, d)
         padded = query.new_zeros(R, query.shape[1], W, query.shape[3])
         padded[row, :, column] = query[0].transpose(0, 1)
-        out, _ = sdpa_attention_forward(module, padded, kv[0][:, :, :S], kv[1][:, :, :S], mask, **options)
+        out, _ = sdpa_attention_forward(module, padded, *kv[:, :, :, :S], mask, **options)
         return out[row, column][None], None                                        # (1, n, heads, d)
 
     def repeat(self, n):
         """Every row n times over: what the episodes of a group have in common is computed once."""
-        self.kv = {layer: [x.repeat_interleave(n, 0) for x in kv] for layer, kv in self.kv.items()}
+        self.kv = {layer: kv.repeat_interleave(n, 1) for layer, kv in self.kv.items()}
         self.length = [k for k in self.length for _ in range(n)]
 
 
@@ -718,8 +714,7 @@ class Player:
         self.novelty = (RND(embed([""]).shape[1], cfg.seed) if cfg.bonus == "rnd"
                         else VisitCounter(cfg.visit_threshold))
         self.examples, self.prompts, self.preparing = {}, {}, Lock()
-        self.threads = ThreadPoolExecutor(min(len(worlds), 2 * cfg.jvms))
-        self.tips_took = 0.0, 0                              # seconds and tokens, of the last step
+        self.threads, self.tips_took = ThreadPoolExecutor(min(len(worlds), 2 * cfg.jvms)), (0.0, 0)
 
     def play(self, groups, n, temperature, learn=True):
         """Play groups, [(task, variation, mode), ...], n episodes each; learn: pay r_int, write tips. Returns
@@ -738,7 +733,7 @@ class Player:
             cache.append(list(map(list, shared)))
         cache.repeat(n)
         with progress(total=max(worlds[e].limit for e in episodes), desc="rollout, turns") as bar:
-            # Ended episodes stay in the cache as rows that get nothing: their tips are written from it.
+            # Rows of ended episodes stay, for their tips; an episode that begins again does so at slot 0.
             while live := [e for e in episodes if not e.end]:
                 logits = cache.append([[] if e.end else e.tokens(True)[0][fed:]
                                        for e, fed in zip(episodes, cache.length)])                   # (R, V)
@@ -748,8 +743,7 @@ class Player:
                     if answer:
                         e.add_action(chat, answer, logp)
                 self.add_turns(live, turns(live))
-                for e in (e for e in live if not e.actions):
-                    cache.length[e.number] = 0               # it starts again
+                cache.length = [k if e.actions or e.end else 0 for k, e in zip(cache.length, episodes)]
                 bar.update()
         if not (whole := [e for e in episodes if e.end != "fault"]):
             raise SimulatorFault("simulators failed three times in every episode: try fewer --jvms")
@@ -1037,8 +1031,7 @@ def evaluation_tables(results):
 # ==== Training loop: Algorithm 1 ============================================================================
 def draw_mode(cfg, rng, remembered):
     """(mode, fell_back) of a group [P] Alg. 1 l. 5, 24 (whose p, q are 1 - ours); M empty: plain [O]."""
-    with_memory, off_policy = rng.random() < cfg.p, rng.random() < cfg.q
-    mode = "off-memory" if off_policy else "on-memory"
+    with_memory, mode = rng.random() < cfg.p, "off-memory" if rng.random() < cfg.q else "on-memory"
     return (mode if with_memory and remembered else "plain"), with_memory and not remembered
 
 
@@ -1123,7 +1116,9 @@ class Policy:
         torch.manual_seed(cfg.seed)                          # the adapter starts with random A, and B = 0
         lora = LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear")
         self.name, self.model = Path(model.name_or_path).name, get_peft_model(model, lora).to(device).eval()
-        if {type(layer).__name__ for layer in DynamicCache(config=model.config).layers} - {"DynamicLayer"}:
+        probe, layers = KVCache(self, 1), DynamicCache(config=model.config).layers
+        probe.append([[self.chat.stop]])
+        if len(probe.kv) < len(layers) or {type(layer).__name__ for layer in layers} - {"DynamicLayer"}:
             raise Mistake("the cache needs full attention in every layer, this model has others: use another")
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
 
@@ -1171,8 +1166,7 @@ def load_policy(cfg):
     with loading("model", name):
         path = converted(Path(name)) if name.endswith(".gguf") else name
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True,
-                                                     attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
         size, policy = sum(p.numel() for p in model.parameters()), Policy(model, tokenizer, cfg, cfg.device)
     say(f"model: {name if cfg.model != 'auto' else Path(name).name}, {size / 1e6:.0f}M parameters in "
         f"{str(dtype)[6:]}, and {sum(p.numel() for p in policy.trained) / 1e6:.1f}M of LoRA")
@@ -1295,10 +1289,9 @@ class Run:
         draw(self.folder / "curve.png", {self.cfg.algo: [self.history]})
         told = "step {step}: {}, return {return_ext:.1f} ({} to {}), bonus {return_int:.2f}"
         told += ", ratio max {ratio_max:.2f}, masked {masked:.0%}, entropy {entropy:.2f}" * ("entropy" in row)
-        for x, tokens in (("rollout", sum(sum(e.tokens(True)[1]) for e in episodes)),
-                          ("tips", row["tip_tokens"]), ("update", row["tokens"] * ("entropy" in row))):
-            rate = tokens / max(row[f"seconds_{x}"], 1e-3)   # of sampled ones, and of those trained on
-            told += f"; {x} {row[f'seconds_{x}']:.0f} s, {rate:.0f} tokens/s" * (tokens > 0)
+        sampled, update = sum(sum(e.tokens(True)[1]) for e in episodes), row["tokens"] * ("entropy" in row)
+        for x, n in zip(("rollout", "tips", "update"), (sampled, row["tip_tokens"], update)):
+            told += f"; {x} {(t := row[f'seconds_{x}']):.0f} s, {n / max(t, 1e-3):.0f} tokens/s" * (n > 0)
         say(told.format("+".join(modes), min(scores), max(scores), **row))
 
 

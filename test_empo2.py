@@ -2109,8 +2109,8 @@ def check_run_folder(folder, steps):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     named = ("return_ext return_int groups_plain groups_on-memory groups_off-memory ratio_mean ratio_max "
-             "clipped masked entropy grad_norm tokens seconds_rollout seconds_update seconds episodes failed "
-             "bonus_scale dropped restarts updates_skipped").split()
+             "clipped masked entropy grad_norm tokens seconds_rollout seconds_tips seconds_update seconds "
+             "tip_tokens episodes failed bonus_scale dropped restarts updates_skipped").split()
     for row in rows:
         assert not [name for name in named if not isinstance(row.get(name), (int, float))]
         assert row["return_int"] > 0 and row["tokens"] > 100 and row["entropy"] > 0 and row["grad_norm"] > 0
@@ -2118,7 +2118,10 @@ def check_run_folder(folder, steps):
         assert len(row["scores"]) == 2 and row["return_ext"] == statistics.mean(row["scores"])
         assert row["numbers"] == [0, 1] and row["dropped"] == row["restarts"] == row["updates_skipped"] == 0
         assert row["episodes"] == 2 * row["step"]
-        assert row["seconds"] >= row["seconds_rollout"] + row["seconds_update"] - 1e-6
+        assert min(row[f"seconds_{x}"] for x in ("rollout", "tips", "update")) > 0 and row["tip_tokens"] > 1
+    for i, row in enumerate(rows):
+        parts = [x[f"seconds_{phase}"] for x in rows[:i + 1] for phase in ("rollout", "tips", "update")]
+        assert row["seconds"] == pytest.approx(sum(parts))
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     last, = folder.glob("checkpoint-*")                      # the newest alone is kept
     assert {x.name for x in folder.iterdir()} == {last.name, "config.json", "metrics.jsonl", "curve.png",
@@ -3044,14 +3047,14 @@ def test_no_gpu_memory_for_a_model_is_no_complaint_about_its_name():
 
 
 def test_outputs_that_are_no_numbers_are_a_mistake(folder):
-    """nan, inf or nothing but -inf among the logits of a row that plays is one; of one at rest it is not."""
+    """nan, inf or nothing but -inf among the logits of a row is one; the zeros of one at rest are none."""
     policy = SimpleNamespace(generator=torch.Generator().manual_seed(0), stops={0})
     for bad in ([NAN, 0.0, 0.0], [float("inf"), 0.0, 0.0], 3 * [-float("inf")]):
         logits = torch.tensor([[0.0, 1.0, 2.0], bad])
         with pytest.raises(empo2.Mistake, match="not numbers any more"):
             empo2.sample(policy, None, logits, 1, 0.8, [True, True])
-        ids, logp = empo2.sample(policy, None, logits, 1, 0.8, [True, False])
-        assert len(ids[0]) == 1 and ids[1] == [] and logp[0][0] <= 0
+    ids, logp = empo2.sample(policy, None, torch.eye(3)[:2] * 0, 1, 0.8, [True, False])
+    assert len(ids[0]) == 1 and ids[1] == [] and logp[0][0] <= 0
 
 
 def test_a_model_that_breaks_is_one_line(capsys, folder, tmp_path, whole):
@@ -4124,6 +4127,175 @@ def test_an_edited_memory_is_data(capsys, monkeypatch, folder, copied, text):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Fast, and the same numbers: each shortcut against the long way.
+# ------------------------------------------------------------------------------------------------------------
+def test_log_probs_of_many_blocks_are_those_of_one_softmax(folder):
+    """150 action tokens, in blocks of 64, 64 and 22: values and gradients as from one log-softmax of all."""
+    policy, rng = make_policy(folder, config()), random.Random(0)
+    jolt(policy)
+    rows = [([rng.randrange(100) for _ in range(120)], [t % 12 > 6 for t in range(120)]) for _ in range(3)]
+    weights = torch.randn(150, generator=torch.Generator().manual_seed(0))
+    logp, entropy, mask = empo2.action_logps(policy, rows, 0.7)
+    assert mask.sum(-1).tolist() == [50, 50, 50] and not entropy.requires_grad
+    gradient = torch.autograd.grad((logp[mask] * weights).sum(), policy.trained)
+    act = torch.tensor([row[1] for row in rows])
+    logits = policy.model(input_ids=torch.tensor([row[0] for row in rows]), use_cache=False).logits[:, :-1]
+    whole = torch.log_softmax(logits[act[:, 1:]] / 0.7, -1)
+    plain = whole.gather(-1, torch.tensor([row[0] for row in rows])[act][:, None])[:, 0]
+    torch.testing.assert_close(logp[mask], plain, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy[mask], -(whole.exp() * whole).sum(-1), rtol=0, atol=1e-5)
+    for mine, slow in zip(gradient, torch.autograd.grad((plain * weights).sum(), policy.trained)):
+        torch.testing.assert_close(mine, slow, rtol=1e-4, atol=1e-6)
+
+
+def test_cache_over_several_pages_and_from_the_start_again(folder):
+    """Slots are made in pages, and a row whose length is set to 0 begins again over its old ones."""
+    policy, rng = make_policy(folder, config()), random.Random(1)
+    jolt(policy)
+    chunk = lambda n: [rng.randrange(100) for _ in range(n)]
+    cache, rows = empo2.KVCache(policy, 3), [[], [], []]
+    for sizes in ((250, 3, 9), (1, 1, 1), (4, 1, 0), (1, 0, 1), (300, 9, 7), (2, 255, 1), (1, 1, 1)):
+        check_cache(policy, cache, rows, [chunk(n) for n in sizes])
+    cache.length[0], rows[0] = 0, []
+    for sizes in ((5, 0, 2), (1, 1, 1), (290, 1, 0)):
+        check_cache(policy, cache, rows, [chunk(n) for n in sizes])
+
+
+class SlowCache:
+    """What `KVCache` is for, without keeping anything: every row is computed anew for every token."""
+    def __init__(self, policy, rows):
+        self.policy, self.rows, self.length = policy, [[] for _ in range(rows)], [0] * rows
+
+    def append(self, chunks):
+        for i, (length, chunk) in enumerate(zip(self.length, chunks)):
+            self.rows[i] = self.rows[i][:length] + chunk
+        self.length = list(map(len, self.rows))
+        some = fresh_logits(self.policy, self.rows[0] or [0])
+        return torch.stack([fresh_logits(self.policy, row) if chunk else torch.zeros_like(some)
+                            for row, chunk in zip(self.rows, chunks)])
+
+    def repeat(self, n):
+        self.rows = [list(row) for row in self.rows for _ in range(n)]
+        self.length = list(map(len, self.rows))
+
+
+@pytest.mark.parametrize("limits", [[5, 5, 5, 5], [2, 4, 1, 5]])
+def test_episodes_are_those_of_a_cache_that_keeps_nothing(folder, monkeypatch, limits):
+    """The same seed samples the same tokens, and so the same returns and tips, with and without the cache."""
+    records = []
+    for kind in (empo2.KVCache, SlowCache):
+        player = deaf_player(folder, limits)
+        monkeypatch.setattr(empo2, "KVCache", kind)
+        fill(player, ["zebra go to workshop", "zebra focus on red light bulb", HOSTILE])
+        player.policy.generator.manual_seed(7)
+        played = player.play([(TASK, 0, "on-memory"), (TASK, 1, "plain")], 2, 0.8)
+        records.append([(e.tokens(True), e.r_ext, e.r_int, e.tips, e.tip, e.retrieved) for e in played])
+    assert records[0] == records[1] and all(len(record[0][0]) > 50 for record in records[0])
+
+
+def test_nothing_is_computed_twice(folder, monkeypatch):
+    """A rollout with its tips puts through the model: a group's common start once, then each token of each
+    episode once; no padding, and nothing for a row at rest.
+    """
+    player, sizes, caches = deaf_player(folder, [2, 5, 3, 4]), [], []
+    embedding, build = player.policy.model.get_input_embeddings(), empo2.KVCache.__init__
+    monkeypatch.setattr(empo2.KVCache, "__init__", lambda *args: caches.append(args[0]) or build(*args))
+    embedding.register_forward_pre_hook(lambda module, args: sizes.append(args[0].numel()))
+    episodes = player.play([(TASK, 0, "plain")], 4, 0.8)
+    cache, = caches
+    assert sizes[0] == len(episodes[0].pieces[0].ids + episodes[0].pieces[1].ids) - 1 > 50
+    assert sum(sizes) == sum(cache.length) - 3 * sizes[0]
+
+
+def test_a_models_own_attention_is_left_alone(folder):
+    """Outside a rollout, logits are bit for bit those of the library's model, also with padded rows."""
+    from transformers import AutoModelForCausalLM
+    plain, policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), None
+    ids, seen = torch.arange(40).view(2, 20), torch.ones(2, 20, dtype=torch.long)
+    seen[1, 12:] = 0
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers import AttentionInterface
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+    before = [plain(input_ids=ids, attention_mask=x, use_cache=False).logits for x in (seen, seen * 0 + 1)]
+    policy = make_policy(folder, config())
+    for x, logits in zip((seen, seen * 0 + 1), before):
+        assert torch.equal(policy.model(input_ids=ids, attention_mask=x, use_cache=False).logits, logits)
+
+
+def test_a_model_that_the_cache_cannot_serve_is_refused(folder):
+    """Attention of another implementation would not see the cache, and sliding windows are not its."""
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    for options in ({"attn_implementation": "eager"}, {"layer_types": ["full_attention", "sliding_attention"],
+                                                       "use_sliding_window": True, "sliding_window": 8}):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        with pytest.raises(empo2.Mistake, match="full attention"):
+            empo2.Policy(model, tokenizer, config(), "cpu")
+
+
+@pytest.mark.parametrize("rank", ["score", "similarity", "recent"])
+def test_queries_of_a_turn_are_answered_as_each_alone(rank):
+    """Retrieval for seven queries at once is that for each; equal keys with equal scores: the oldest first."""
+    generator, rng = torch.Generator().manual_seed(0), random.Random(0)
+    memory, states = empo2.TipMemory(900, 4, 0.2, rank), unit(generator, 9, 384)
+    for i in range(900):
+        memory.add(states[rng.randrange(9)].clone(), f"tip {i}", rng.choice([0, 100]), "a")
+    queries, seen = states[:7] + 0.01 * unit(generator, 7, 384), [["x"] * i for i in range(7)]
+    together = memory.retrieve(queries, "a", seen)
+    assert together == [memory.retrieve(query[None], "a", [x])[0] for query, x in zip(queries, seen)]
+    for texts in together:
+        numbers = [int(text.split()[1]) for text in texts]
+        assert numbers == sorted(numbers) and len(numbers) >= 4
+
+
+@pytest.mark.parametrize("limit, threads", [
+    ("max 100000\n", 8), ("150000 100000\n", 2), ("900000 100000\n", 8)])
+def test_a_container_with_few_cores_gets_few_threads(monkeypatch, tmp_path, limit, threads):
+    """The kernel's limit on a container's cores, rounded up, is the most threads; no limit, no change."""
+    (tmp_path / "cpu.max").write_text(limit)
+    asked = [8]
+    monkeypatch.setattr(empo2, "CPU_LIMIT", tmp_path / "cpu.max")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: asked[-1])
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    empo2.parse(["--device", "cpu"])
+    assert asked[-1] == threads
+
+
+def test_how_threads_wait_is_set_before_torch_starts_unless_the_user_did():
+    """The script's environment wins over nothing, and the user's over the script's."""
+    code = "import empo2, os; print(*(os.environ[x] for x in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')))"
+    for given, told in (({}, "passive 10000"), ({"GOMP_SPINCOUNT": "5"}, "passive 5")):
+        env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")} | given
+        out = subprocess.run([sys.executable, "-c", code], cwd=SOURCE.parent, env=env, capture_output=True)
+        assert out.stdout.decode().split() == told.split()
+
+
+def test_a_step_line_tells_the_speed_of_each_phase(capsys, quick, tmp_path):
+    """Seconds and tokens per second of rollout, tips and update; no tips without memory, no update for naive."""
+    for algo, phases in (("empo2", "rollout tips update"), ("grpo", "rollout update"), ("naive", "rollout")):
+        options = [*SMALL, "--env", "mini", "--runs", str(tmp_path), "--name", algo, "--algo", algo]
+        assert empo2.main(options) == 0
+        lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("step ")]
+        assert len(lines) == 1
+        told = re.findall(r"; (\w+) \d+ s, (\d+) tokens/s", lines[0])
+        assert [phase for phase, _ in told] == phases.split() and all(int(rate) > 0 for _, rate in told)
+
+
+def test_a_row_per_episode_has_the_gradient_of_a_row_per_turn(batch):
+    """The loss of an episode in one forward, and as the sum over its turns with all that came before each."""
+    player, episodes = batch
+    for i, e in enumerate(episodes):
+        e.advantage = i - 1.5
+    bench = SimpleNamespace(policy=player.policy)
+    (_, whole), (_, turns) = (gradient_over(bench, episodes, rows)
+                              for rows in (lambda e: [e.tokens(True)], per_turn))
+    assert float(F.cosine_similarity(whole.double(), turns.double(), dim=0)) > 0.999999
+    torch.testing.assert_close(whole, turns, rtol=1e-3, atol=1e-6)
+    assert sum(len(row[0]) for e in episodes for row in per_turn(e)) > 2 * sum(
+        len(e.tokens(True)[0]) for e in episodes)
+
+
+# ------------------------------------------------------------------------------------------------------------
 # The benchmark, `python test_empo2.py bench`: what a step costs, against what people use instead. Both sides
 # of a row play the same recorded episodes, one after the other, in this process; nothing else should run.
 # ------------------------------------------------------------------------------------------------------------
@@ -4193,14 +4365,14 @@ class Bench:
         player.prompts[TASK, 0] = self.examples
         return player
 
-    def row(self, what, against, ours, theirs, unit="s", least=None, reached=None, note=""):
-        """Add a row: both figures, their ratio, and whether it reaches `least` (or what `reached` says)."""
-        ratio = theirs / ours
-        reached = ratio >= least if reached is None else reached
+    def row(self, what, against, ours, theirs, unit="s", least=None, most=None, also=True, note=""):
+        """Add a row: theirs / ours, to be at least `least`, or ours / theirs, at most `most`; and `also`."""
+        ratio = theirs / ours if most is None else ours / theirs
+        reached = also and (least is None or ratio >= least) and (most is None or ratio <= most)
         self.rows.append({"what": what, "against": against, "ours": ours, "theirs": theirs, "unit": unit,
-                          "ratio": ratio, "least": least, "reached": bool(reached), "note": note,
-                          "at": round(time.perf_counter() - self.start)})
-        print(json.dumps(self.rows[-1]), flush=True)
+                          "ratio": ratio, "goal": f"≥ {least}" if least else f"≤ {most}" if most else "",
+                          "reached": bool(reached), "note": note})
+        print(f"{time.perf_counter() - self.start:4.0f} s  {what}: {ratio:.2f}", flush=True)
 
 
 def took(action):
@@ -4214,7 +4386,8 @@ def bench_simulator(bench):
     """A step of our wrapper against ScienceWorldEnv.step, which lists all valid actions every time."""
     empo2.find_java()
     java, ratios, medians = empo2.Java(1), [], []
-    theirs, tasks = ScienceWorldEnv("", None, envStepLimit=1000), (TASK, "find-living-thing", "use-thermometer")
+    theirs = ScienceWorldEnv("", None, envStepLimit=1000)
+    tasks = TASK, "find-living-thing", "use-thermometer"
     try:
         for task in tasks:
             ours = empo2.ScienceWorld(java, step_limit=1000)
@@ -4233,7 +4406,7 @@ def bench_simulator(bench):
         java.end(for_good=True)
         theirs.close()
     ours, other = (1000 * statistics.median(x) for x in zip(*medians))
-    bench.row("simulator step, our wrapper", "`ScienceWorldEnv.step`", ours, other, "ms", 10,
+    bench.row("simulator step, our wrapper", "`ScienceWorldEnv.step`", ours, other, "ms", least=10,
               note="medians over a gold path, Java warm; "
               + ", ".join(f"{task} {x:.1f}" for task, x in zip(tasks, ratios)))
 
@@ -4264,16 +4437,15 @@ def bench_sampling(bench):
         for answer, row in zip(answers, out[:, width:].tolist()):
             same, total = same + (row[:len(answer)] == answer), total + 1
     bench.row("sampling, 8 episodes x 15 turns", "`model.generate` per turn on the whole chat, left-padded",
-              ours, theirs, "s", 4, note=f"theirs: every third turn timed, x 3; {same} of {total} answers "
+              ours, theirs, least=4, note=f"theirs: every third turn timed, x 3; {same} of {total} answers "
               "are the same tokens")
     early, late = statistics.mean(turns[2:5]), statistics.mean(turns[12:15])
-    bench.row("time per turn, turns 13 to 15", "turns 3 to 5", late, early, "s", reached=late <= 1.25 * early,
-              note="to stay within 25%")
+    bench.row("time per turn, turns 13 to 15", "ours, turns 3 to 5", late, early, most=1.25)
     prompt = episodes[0].tokens(True)[0][:len(episodes[0].pieces[0].ids)]
     one, eight = empo2.KVCache(bench.policy, 1), empo2.KVCache(bench.policy, 8)
     ours, _ = took(lambda: (one.append([prompt]), one.repeat(8)))
     theirs, _ = took(lambda: eight.append([prompt] * 8))
-    bench.row("first prompt of a group of 8", "computing it 8 times", ours, theirs, "s", reached=True,
+    bench.row("first prompt of a group of 8", "computing it 8 times", ours, theirs,
               note=f"{len(prompt)} tokens computed, not {8 * len(prompt)}")
     return episodes
 
@@ -4311,12 +4483,11 @@ def bench_update(bench, episodes):
     whole = lambda e: [e.tokens(False)]
     ours, theirs = (sum(len(row[0]) for e in episodes for row in rows(e)) for rows in (whole, per_turn))
     bench.row("tokens of an update, 8 episodes x 15 turns", "one sample per turn (released code)", ours,
-              theirs, "tokens", 5)
+              theirs, "tokens", least=5)
     median = sorted(episodes, key=lambda e: len(e.tokens(False)[0]))[len(episodes) // 2]
     (ours, mine), (theirs, other) = (gradient_over(bench, [median], rows) for rows in (whole, per_turn))
     cosine = float(F.cosine_similarity(mine.double(), other.double(), dim=0))
-    bench.row("seconds of that update", "one sample per turn", ours, theirs, "s", 4,
-              reached=theirs >= 4 * ours and cosine >= 0.9999,
+    bench.row("seconds of that update", "one sample per turn", ours, theirs, least=4, also=cosine >= 0.9999,
               note=f"one of the 8 episodes, forward and backward; cosine of the gradients {cosine:.7f}")
 
 
@@ -4352,8 +4523,8 @@ def bench_memory(bench):
         weight.grad = None
         held.append(allocated(lambda: logps().sum().backward()) / 1e6)
         gradients.append(weight.grad)
-    bench.row("memory of log-probs, 4,096 tokens, 151,936 words", "full logits, then gather", *held, "MB", 10,
-              reached=held[1] >= 10 * held[0] and torch.allclose(*gradients, rtol=1e-4, atol=1e-6),
+    bench.row("memory of log-probs, 4,096 tokens, 151,936 words", "full logits, then gather", *held, "MB",
+              least=10, also=torch.allclose(*gradients, rtol=1e-4, atol=1e-6),
               note=f"{sum(mask)} action tokens; what torch's allocator held, forward and backward")
 
 
@@ -4377,7 +4548,7 @@ def bench_retrieval(bench):
     built, ours = asked[0], statistics.median(asked[1:])
     theirs, _ = took(lambda: [released(query) for query in queries.numpy()])
     bench.row("retrieval from 100,000 tips, 8 queries", "the released code's loop", 1000 * ours,
-              1000 * theirs, "ms", 100, note="after one, each step, that stacks "
+              1000 * theirs, "ms", least=100, note="after one, each step, that stacks "
               f"the keys: {1000 * built:.0f} ms")
 
 
@@ -4400,13 +4571,12 @@ def bench_growth(bench):
     base, _ = one_step(bench, 2, 5)
     for what, episodes, turns in (("twice the episodes", 4, 5), ("twice the turns", 2, 10)):
         seconds, _ = one_step(bench, episodes, turns)
-        bench.row(f"a whole step, {what}", "2 episodes x 5 turns", seconds, base, "s",
-                  reached=seconds <= 2.2 * base, note=f"{seconds / base:.2f} x the seconds; 2.2 at most")
+        bench.row(f"a whole step, {what}", "ours, 2 episodes x 5 turns", seconds, base, most=2.2)
 
 
 def bench_trl(bench):
-    """A whole step of 4 episodes x 5 turns against TRL's GRPOTrainer: at each turn its generation on the whole
-    chat, as in its own loop over tools; the tip as one more turn, which it does not train; its update.
+    """A whole step of 4 episodes x 5 turns against TRL's GRPOTrainer: at each turn its generation on the
+    whole chat, as in its own loop over tools; the tip as one more turn, which it does not train; its update.
     """
     ours, episodes = one_step(bench, 4, 5)
     import datasets
@@ -4448,30 +4618,111 @@ def bench_trl(bench):
         theirs, _ = took(trainer.train)
     sampled = sum(sum(e.tokens(True)[1]) for e in episodes)
     bench.row("a whole step, 4 episodes x 5 turns: rollout, tips, update", "TRL's GRPOTrainer", ours, theirs,
-              "s", 1, note=f"{sampled} sampled action tokens, theirs {rollout.sampled}")
+              least=1, note=f"{sampled} sampled action tokens, theirs {rollout.sampled}")
+
+
+TOKEN = """import test_empo2 as t
+bench = t.Bench()
+cache = t.empo2.KVCache(bench.policy, 8)
+cache.append([[1] * 500] * 8)
+print(min(t.took(lambda: cache.append([[1]] * 8))[0] for _ in range(20)))"""
+
+
+def bench_waiting(bench):
+    """What the first lines of the script set: how threads wait, by processes with and without it; and what
+    becomes of freed memory, by undoing that here.
+    """
+    run = lambda spins: subprocess.run(
+        [sys.executable, "-c", TOKEN], cwd=SOURCE.resolve().parent, capture_output=True, text=True,
+        check=True, env={**os.environ, "GOMP_SPINCOUNT": spins})
+    seconds = [float(run(spins).stdout.split()[-1]) for spins in ("10000", "0")]
+    bench.row("a token of 8 episodes, at 500 tokens", "idle threads asleep at once",
+              *(1000 * x for x in seconds), "ms", least=1.05)
+    row = [bench.policy.chat.head * 40, ([False] * 7 + [True]) * (5 * len(bench.policy.chat.head))]
+
+    def update():
+        logp, _, _ = empo2.action_logps(bench.policy, [row], 0.7)
+        logp.sum().backward()
+    seconds = []
+    for trim, mmap in ((2 ** 31 - 1, 2 ** 25), (2 ** 17, 2 ** 17)):
+        empo2.mallopt(-3, mmap), empo2.mallopt(-1, trim)
+        seconds.append(min(took(update)[0] for _ in range(3)))
+    empo2.mallopt(-3, 2 ** 25), empo2.mallopt(-1, 2 ** 31 - 1)
+    bench.row(f"forward and backward of {len(row[0]):,} tokens", "freed memory given back", *seconds,
+              least=1.02)
+
+
+RANDOM = {                                                   # hub configurations, to be had without a hub
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 50_000,
+             "num_attention_heads": 4, "num_key_value_heads": 2},
+    "Qwen2.5-0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                     "vocab_size": 151_936, "num_attention_heads": 14, "num_key_value_heads": 2},
+    "Qwen2.5-7B": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+                   "vocab_size": 152_064, "num_attention_heads": 28, "num_key_value_heads": 4}}
+
+
+def bench_random(name):
+    """Sampling and update of 16 episodes x 15 turns by a model of random weights, bf16 on a GPU, with LoRA
+    and checkpointing: tokens per second, share of the matrix rate measured here, peak memory. Attention's own
+    products are not counted; an update is two forwards, one of them again, and the gradients of inputs.
+    """
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+    bench = Bench()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg = empo2.parse(["--device", device, "--preset", "gpu", "--step-limit", str(TURNS), "--group-size", "8",
+                       "--mini-batch", "16", "--name", "bench"])
+    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+    with torch.device(device):
+        model = Qwen2ForCausalLM(Qwen2Config(**RANDOM[name], max_position_embeddings=32_768))
+    torch.set_default_dtype(torch.float32)
+    # Its ids are words of every larger vocabulary.
+    tokenizer = AutoTokenizer.from_pretrained(SOURCE.resolve().parent / ".models" / bench.policy.name)
+    policy = empo2.Policy(model, tokenizer, cfg, device)
+    size = sum(p.numel() for p in model.parameters()) - model.model.embed_tokens.weight.numel()
+    player = empo2.Player(cfg, policy, [Replay(x, TURNS) for x in bench.episodes * 2], hash_embed)
+    player.prompts[TASK, 0] = bench.examples
+    append, computed, ready = empo2.KVCache.append, [], torch.cuda.synchronize if device == "cuda" else int
+    empo2.KVCache.append = lambda cache, x: computed.append(sum(map(len, x))) or append(cache, x)
+    x = torch.randn(2, *[8192 if device == "cuda" else 1024] * 2, device=device, dtype=model.dtype)
+    rate = 2 * x.shape[1] ** 3 / min(took(lambda: (x[0] @ x[1], ready()))[0] for _ in range(10))
+    sampling, episodes = took(lambda: player.play([(TASK, 0, "plain")] * 2, 8, 1.0, learn=False))
+    for i, e in enumerate(episodes):
+        e.advantage = 1.0 - 2.0 * (i % 2)
+    optimizer = torch.optim.AdamW(policy.trained, lr=1e-6)
+    updating, _ = took(lambda: (empo2.update(policy, optimizer, episodes, cfg, random.Random(0)), ready()))
+    trained_on = sum(len(e.tokens(True)[0]) for e in episodes)
+    print(f"{name}, {size / 1e6:,.0f}M, {model.dtype}, {device}: matrix products {rate / 1e12:.2f} TFLOP/s")
+    for what, tokens, work, seconds in (
+            ("sampled", sum(sum(e.tokens(True)[1]) for e in episodes), 2 * sum(computed), sampling),
+            ("updated", trained_on, 8 * trained_on, updating)):
+        print(f"{what}: {tokens} tokens, {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s, "
+              f"{work * size / seconds / rate:.1%} of the matrix rate")
+    if device == "cuda":
+        print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
 
 
 def bench_main():
-    """All rows, as bench.json and as the README's table; one that fails says so, and the others go on."""
+    """All rows, or those named on the command line, as bench.json and as the README's table; or, with
+    --model random:NAME, a model's speed.
+    """
+    if sys.argv[2:3] == ["--model"]:
+        return bench_random(sys.argv[3].removeprefix("random:"))
     bench = Bench()
-    parts = {"simulator": bench_simulator, "memory": bench_memory, "retrieval": bench_retrieval,
-             "growth": bench_growth, "trl": bench_trl}
-    chosen = sys.argv[2:] or ["sampling", *parts]
-    if "sampling" in chosen:
-        bench_update(bench, bench_sampling(bench))
-    for name in parts:
-        if name in chosen:
-            parts[name](bench)
+    parts = {"simulator": bench_simulator, "sampling": lambda x: bench_update(x, bench_sampling(x)),
+             "waiting": bench_waiting, "memory": bench_memory, "trl": bench_trl, "growth": bench_growth,
+             "retrieval": bench_retrieval}
+    for name in sys.argv[2:] or parts:
+        parts[name](bench)
     figure = lambda x, unit: f"{x:,.0f} {unit}" if x >= 100 else f"{x:.3g} {unit}"
     print("\n| what | against | ours | theirs | ratio | to reach |  |\n|---|---|---|---|---|---|---|")
     for row in bench.rows:
         cells = [row["what"], row["against"], *(figure(row[x], row["unit"]) for x in ("ours", "theirs")),
-                 f"{row['ratio']:.1f}", row["least"] or "",
-                 "**not reached** " * (not row["reached"]) + row["note"]]
-        print(f"| {' | '.join(map(str, cells))} |")
-    took_all = time.perf_counter() - bench.start
-    print(f"\n{took_all / 60:.1f} minutes on {torch.get_num_threads()} threads")
-    SOURCE.resolve().with_name("bench.json").write_text(json.dumps(bench.rows, indent=1))
+                 f"{row['ratio']:.{1 + (row['ratio'] < 10)}f}", row["goal"],
+                 "**not reached**; " * (not row["reached"]) + row["note"]]
+        print(f"| {' | '.join(cells)} |")
+    seconds = time.perf_counter() - bench.start
+    print(f"\n{seconds / 60:.1f} minutes on {torch.get_num_threads()} threads")
+    SOURCE.resolve().with_name("bench.json").write_text(json.dumps(bench.rows, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["bench"]:
