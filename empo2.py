@@ -36,7 +36,6 @@ CONTENTS  Configuration | Environment | Conversation | Tip memory | Intrinsic re
   Advantages and loss | Update | Evaluation | Training loop | Models | Run folder | Command line
 """
 import argparse
-import ctypes
 import difflib
 import functools
 import hashlib
@@ -64,11 +63,8 @@ from threading import Lock
 
 # Before torch starts: an idle thread spins for microseconds, then sleeps. Longer takes the core that Java
 # needs, at once is late for a token's next small sum. And the hub's library is to say once what it lacks.
-os.environ.update({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "HF_HUB_VERBOSITY": "error"}
-                  | os.environ)
-# glibc keeps what tensors free (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD): a new page must be cleared first.
-if mallopt := sys.platform == "linux" and getattr(ctypes.CDLL(None), "mallopt", None):
-    mallopt(-3, 2 ** 25), mallopt(-1, 2 ** 31 - 1)
+for name, value in dict(OMP_WAIT_POLICY="passive", GOMP_SPINCOUNT="10000", HF_HUB_VERBOSITY="error").items():
+    os.environ.setdefault(name, value)
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")                   # in a container: fewer cores than it shows
 warnings.filterwarnings("ignore", category=FutureWarning)    # of one library about another
 
@@ -568,7 +564,7 @@ class TipMemory:
                 torch.stack([tip.key for tip in shelf]), torch.tensor([float(tip.score) for tip in shelf])))
             # Fast: one product for a turn's queries; only what can be shown is sorted, stably: oldest first.
             for q, cosine in enumerate((keys @ queries.T).T.double().round(decimals=6)):       # (M,)
-                rank = 4 * scores + cosine if self.rank == "score" else 1e9 * cosine + scores  # whole scores
+                rank = 1e6 * scores + cosine if self.rank == "score" else 1e9 * cosine + scores
                 rank[cosine <= self.threshold] = -math.inf
                 most = min(self.top_k + len(seen[q]), len(shelf))
                 best = (rank >= rank.topk(most).values[-1].clamp(min=-1e18)).nonzero()[:, 0]
@@ -640,11 +636,11 @@ class RND:
 # ==== Rollout: a batch of episodes in lockstep, over one key-value cache that lives as long as they do ======
 class KVCache:
     """Keys and values of R conversations. Fast: a turn computes its new tokens alone, and those of all rows
-    as one row of n, without padding or rows at rest; attention alone tells rows apart. A token's slot is its
-    position; slots are written in place, and made 256 at a time.
+    as one row of n, without padding or rows at rest; attention alone pads, and tells rows apart. A token's
+    slot is its position; slots are written in place, and made 256 at a time.
     """
     def __init__(self, policy, rows):
-        self.policy, self.length, self.kv = policy, [0] * rows, {}     # kv: layer -> (2, R, heads, S, d)
+        self.policy, self.length, self.kv = policy, [0] * rows, {}     # kv: layer -> [K, V], (R, heads, S, d)
 
     @torch.inference_mode()
     def append(self, chunks):
@@ -654,7 +650,7 @@ class KVCache:
         self.length = [k + len(chunk) for k, chunk in zip(self.length, chunks)]
         self.row, self.column, self.slot = tensor(at).T                                        # (n,) each
         own = self.slot.new_full((len(chunks), max(map(len, fed))), -1)                        # (R, W)
-        own[self.row, self.column] = self.slot
+        own[self.row, self.column] = self.slot               # of padding: -1, which sees nothing
         sees = tensor(range(max(self.length))) <= own[:, None, :, None]                        # (R, 1, W, S)
         ids, ends = tensor([sum(fed, [])]), tensor([*accumulate(map(len, fed))]) - 1
         logits = self.policy.model(input_ids=ids, attention_mask=sees, position_ids=self.slot[None],
@@ -668,18 +664,19 @@ class KVCache:
         if rollout is None:
             return sdpa_attention_forward(module, query, key, value, mask, **options)
         (R, _, W, S), row, column, layer = mask.shape, rollout.row, rollout.column, module.layer_idx
-        kv = rollout.kv.get(layer, key.new_empty(2, R, key.shape[1], 0, key.shape[3]))
-        if S > kv.shape[3]:
-            kv = rollout.kv[layer] = torch.nn.functional.pad(kv, (0, 0, 0, S - kv.shape[3] + 255))
-        kv[:, row, :, rollout.slot] = torch.cat([key, value]).permute(2, 0, 1, 3)  # (n, 2, heads, d)
+        kv = rollout.kv.setdefault(layer, [x[:, :, :0].repeat(R, 1, 1, 1) for x in (key, value)])
+        for i, new in enumerate((key, value)):
+            if S > kv[i].shape[2]:
+                kv[i] = torch.nn.functional.pad(kv[i], (0, 0, 0, S - kv[i].shape[2] + 255))
+            kv[i][row, :, rollout.slot] = new[0].transpose(0, 1)                   # (n, heads, d)
         padded = query.new_zeros(R, query.shape[1], W, query.shape[3])
         padded[row, :, column] = query[0].transpose(0, 1)
-        out, _ = sdpa_attention_forward(module, padded, *kv[:, :, :, :S], mask, **options)
+        out, _ = sdpa_attention_forward(module, padded, *(x[:, :, :S] for x in kv), mask, **options)
         return out[row, column][None], None                                        # (1, n, heads, d)
 
     def repeat(self, n):
         """Every row n times over: what the episodes of a group have in common is computed once."""
-        self.kv = {layer: kv.repeat_interleave(n, 1) for layer, kv in self.kv.items()}
+        self.kv = {layer: [x.repeat_interleave(n, 0) for x in kv] for layer, kv in self.kv.items()}
         self.length = [k for k in self.length for _ in range(n)]
 
 
@@ -1119,7 +1116,8 @@ class Policy:
         probe, layers = KVCache(self, 1), DynamicCache(config=model.config).layers
         probe.append([[self.chat.stop]])
         if len(probe.kv) < len(layers) or {type(layer).__name__ for layer in layers} - {"DynamicLayer"}:
-            raise Mistake("the cache needs full attention in every layer, this model has others: use another")
+            raise Mistake("a rollout needs full attention, by the library's sdpa, in every layer, which this "
+                          "model has not: use another")
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
 
 

@@ -4313,7 +4313,8 @@ class Replay(empo2.World):
         return self.recorded["task_text"], self.recorded["observations"][0]
 
     def _act(self, text):
-        return self.recorded["observations"][self.turns], sum(self.recorded["r_ext"][:self.turns]), False
+        score = max(0, sum(self.recorded["r_ext"][:self.turns]))     # a failure would end it
+        return self.recorded["observations"][self.turns], score, False
 
     def valid_actions(self):
         return []
@@ -4326,7 +4327,8 @@ class Bench:
         transformers.utils.logging.disable_progress_bar()
         empo2.progress = functools.partial(tqdm, disable=True)
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        options = ["--device", "cpu", "--group-size", "8", "--step-limit", str(TURNS), "--name", "bench"]
+        options = ["--device", "cpu", "--group-size", "8", "--step-limit", str(TURNS), "--name", "bench",
+                   "--context", "4000"]
         self.cfg, self.rows, self.start = empo2.parse(options), [], time.perf_counter()
         self.policy = empo2.load_policy(self.cfg)
         jolt(self.policy, size=0.01)                         # B = 0 would leave A without a gradient
@@ -4407,7 +4409,7 @@ def bench_simulator(bench):
         theirs.close()
     ours, other = (1000 * statistics.median(x) for x in zip(*medians))
     bench.row("simulator step, our wrapper", "`ScienceWorldEnv.step`", ours, other, "ms", least=10,
-              note="medians over a gold path, Java warm; "
+              note="medians over a gold path, all of it known actions, Java warm; "
               + ", ".join(f"{task} {x:.1f}" for task, x in zip(tasks, ratios)))
 
 
@@ -4421,6 +4423,7 @@ def bench_sampling(bench):
     ours, episodes = took(lambda: player.play([(TASK, 0, "plain")], 8, COLD, learn=False))
     turns = [b - a for a, b in zip(at, at[1:])]
     pad, theirs, same, total = bench.policy.chat.stop, 0.0, 0, 0
+    bench.policy.model.generate(input_ids=torch.tensor([[pad] * 9]), max_new_tokens=1, pad_token_id=pad)
     for turn in range(1, TURNS, 3):                          # 2, 5, 8, 11, 14: each stands for three
         rows, answers = [], []
         for e in episodes:
@@ -4440,7 +4443,10 @@ def bench_sampling(bench):
               ours, theirs, least=4, note=f"theirs: every third turn timed, x 3; {same} of {total} answers "
               "are the same tokens")
     early, late = statistics.mean(turns[2:5]), statistics.mean(turns[12:15])
-    bench.row("time per turn, turns 13 to 15", "ours, turns 3 to 5", late, early, most=1.25)
+    answers = [[piece.ids for piece in e.pieces if piece.kind == "action"] for e in episodes]
+    sampled = [sum(max(len(x[turn]) for x in answers) for turn in part) for part in ((12, 13, 14), (2, 3, 4))]
+    bench.row("time per turn, turns 13 to 15", "ours, turns 3 to 5", late, early, most=1.25,
+              note="tokens sampled one after another: {} against {}".format(*sampled))
     prompt = episodes[0].tokens(True)[0][:len(episodes[0].pieces[0].ids)]
     one, eight = empo2.KVCache(bench.policy, 1), empo2.KVCache(bench.policy, 8)
     ours, _ = took(lambda: (one.append([prompt]), one.repeat(8)))
@@ -4546,14 +4552,17 @@ def bench_retrieval(bench):
         return [text for _, text in sorted(near, key=lambda x: -x[0])[:10]]
     asked = [took(lambda: memory.retrieve(queries, "all", [[]] * 8))[0] for _ in range(6)]
     built, ours = asked[0], statistics.median(asked[1:])
-    theirs, _ = took(lambda: [released(query) for query in queries.numpy()])
+    theirs, found = took(lambda: [released(query) for query in queries.numpy()])
+    score = dict(zip((text for _, text, _ in entries), scores))
+    same = [[score[x] for x in texts] for texts in found] == [
+        [score[x] for x in texts] for texts in memory.retrieve(queries, "all", [[]] * 8)]
     bench.row("retrieval from 100,000 tips, 8 queries", "the released code's loop", 1000 * ours,
-              1000 * theirs, "ms", least=100, note="after one, each step, that stacks "
-              f"the keys: {1000 * built:.0f} ms")
+              1000 * theirs, "ms", least=100, also=same,
+              note=f"all of one group; the first of a step also stacks its keys: {1000 * built:.0f} ms")
 
 
 def one_step(bench, episodes, turns):
-    """(seconds, episodes) of a whole step: rollout, tips, one optimiser step."""
+    """(seconds, (episodes, tokens of tips)) of a whole step: rollout, tips, one optimiser step."""
     player = bench.player(episodes, turns, mini_batch=episodes, p=0.5)
     optimizer = torch.optim.AdamW(bench.policy.trained, lr=1e-6)
 
@@ -4562,12 +4571,13 @@ def one_step(bench, episodes, turns):
         for i, e in enumerate(played):
             e.advantage = 1.0 - 2.0 * (i % 2)
         empo2.update(bench.policy, optimizer, played, player.cfg, random.Random(0))
-        return played
+        return played, player.tips_took[1]
     return took(step)
 
 
 def bench_growth(bench):
-    """A whole step with twice the episodes, and with twice the turns."""
+    """A whole step with twice the episodes, and with twice the turns; a first one is not counted."""
+    one_step(bench, 1, 1)
     base, _ = one_step(bench, 2, 5)
     for what, episodes, turns in (("twice the episodes", 4, 5), ("twice the turns", 2, 10)):
         seconds, _ = one_step(bench, episodes, turns)
@@ -4578,7 +4588,8 @@ def bench_trl(bench):
     """A whole step of 4 episodes x 5 turns against TRL's GRPOTrainer: at each turn its generation on the
     whole chat, as in its own loop over tools; the tip as one more turn, which it does not train; its update.
     """
-    ours, episodes = one_step(bench, 4, 5)
+    one_step(bench, 1, 1)
+    ours, (episodes, tips) = one_step(bench, 4, 5)
     import datasets
     from trl import GRPOConfig, GRPOTrainer
     chat, cfg = bench.policy.chat, bench.cfg
@@ -4590,8 +4601,11 @@ def bench_trl(bench):
         for turn in range(6):
             if turn == 5:                                    # the tip: asked for, and not trained
                 trainer.generation_config.max_new_tokens = cfg.tip_tokens
-                request = chat.to_user + chat.data(empo2.TIP_REQUEST.format(observation="", score=0))
-                trainer._generate_single_turn([x + request + chat.to_assistant for x in ids], None, {}, 4)
+                asked = [chat.to_user + chat.data(empo2.TIP_REQUEST.format(
+                    observation=recorded["observations"][turn], score=0)) + chat.to_assistant
+                    for recorded in bench.episodes]
+                out, _ = trainer._generate_single_turn([x + y for x, y in zip(ids, asked)], None, {}, 4)
+                rollout.tips = sum(map(len, out))
                 trainer.generation_config.max_new_tokens = cfg.action_tokens
                 break
             out, _ = trainer._generate_single_turn(ids, None, {}, 4)
@@ -4618,45 +4632,33 @@ def bench_trl(bench):
         theirs, _ = took(trainer.train)
     sampled = sum(sum(e.tokens(True)[1]) for e in episodes)
     bench.row("a whole step, 4 episodes x 5 turns: rollout, tips, update", "TRL's GRPOTrainer", ours, theirs,
-              least=1, note=f"{sampled} sampled action tokens, theirs {rollout.sampled}")
+              least=1, note=f"{sampled} tokens of actions and {tips} of tips, theirs "
+              f"{rollout.sampled} and {rollout.tips}")
 
 
-TOKEN = """import test_empo2 as t
+SPIN = """import test_empo2 as t
 bench = t.Bench()
 cache = t.empo2.KVCache(bench.policy, 8)
 cache.append([[1] * 500] * 8)
 print(min(t.took(lambda: cache.append([[1]] * 8))[0] for _ in range(20)))"""
 
 
-def bench_waiting(bench):
-    """What the first lines of the script set: how threads wait, by processes with and without it; and what
-    becomes of freed memory, by undoing that here.
-    """
-    run = lambda spins: subprocess.run(
-        [sys.executable, "-c", TOKEN], cwd=SOURCE.resolve().parent, capture_output=True, text=True,
-        check=True, env={**os.environ, "GOMP_SPINCOUNT": spins})
-    seconds = [float(run(spins).stdout.split()[-1]) for spins in ("10000", "0")]
-    bench.row("a token of 8 episodes, at 500 tokens", "idle threads asleep at once",
-              *(1000 * x for x in seconds), "ms", least=1.05)
-    row = [bench.policy.chat.head * 40, ([False] * 7 + [True]) * (5 * len(bench.policy.chat.head))]
-
-    def update():
-        logp, _, _ = empo2.action_logps(bench.policy, [row], 0.7)
-        logp.sum().backward()
-    seconds = []
-    for trim, mmap in ((2 ** 31 - 1, 2 ** 25), (2 ** 17, 2 ** 17)):
-        empo2.mallopt(-3, mmap), empo2.mallopt(-1, trim)
-        seconds.append(min(took(update)[0] for _ in range(3)))
-    empo2.mallopt(-3, 2 ** 25), empo2.mallopt(-1, 2 ** 31 - 1)
-    bench.row(f"forward and backward of {len(row[0]):,} tokens", "freed memory given back", *seconds,
-              least=1.02)
+def bench_spin(bench):
+    """How idle threads wait, which the first lines of the script set: by processes with and without that."""
+    def measured(spins):
+        out = subprocess.run([sys.executable, "-c", SPIN], cwd=SOURCE.resolve().parent, check=True,
+                             env={**os.environ, "GOMP_SPINCOUNT": spins}, capture_output=True, text=True)
+        return 1000 * float(out.stdout.split()[-1])
+    bench.row("one more token of 8 episodes, at 500 tokens", "idle threads asleep at once", measured("10000"),
+              measured("0"), "ms", least=1.05)
 
 
 RANDOM = {                                                   # hub configurations, to be had without a hub
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 50_000,
              "num_attention_heads": 4, "num_key_value_heads": 2},
     "Qwen2.5-0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-                     "vocab_size": 151_936, "num_attention_heads": 14, "num_key_value_heads": 2},
+                     "vocab_size": 151_936, "num_attention_heads": 14, "num_key_value_heads": 2,
+                     "tie_word_embeddings": True},
     "Qwen2.5-7B": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
                    "vocab_size": 152_064, "num_attention_heads": 28, "num_key_value_heads": 4}}
 
@@ -4678,7 +4680,8 @@ def bench_random(name):
     # Its ids are words of every larger vocabulary.
     tokenizer = AutoTokenizer.from_pretrained(SOURCE.resolve().parent / ".models" / bench.policy.name)
     policy = empo2.Policy(model, tokenizer, cfg, device)
-    size = sum(p.numel() for p in model.parameters()) - model.model.embed_tokens.weight.numel()
+    # Embedding and head work at few tokens: they are not counted.
+    size = sum(p.numel() for name, p in model.named_parameters() if "layers" in name and "lora" not in name)
     player = empo2.Player(cfg, policy, [Replay(x, TURNS) for x in bench.episodes * 2], hash_embed)
     player.prompts[TASK, 0] = bench.examples
     append, computed, ready = empo2.KVCache.append, [], torch.cuda.synchronize if device == "cuda" else int
@@ -4709,7 +4712,7 @@ def bench_main():
         return bench_random(sys.argv[3].removeprefix("random:"))
     bench = Bench()
     parts = {"simulator": bench_simulator, "sampling": lambda x: bench_update(x, bench_sampling(x)),
-             "waiting": bench_waiting, "memory": bench_memory, "trl": bench_trl, "growth": bench_growth,
+             "spin": bench_spin, "memory": bench_memory, "trl": bench_trl, "growth": bench_growth,
              "retrieval": bench_retrieval}
     for name in sys.argv[2:] or parts:
         parts[name](bench)
