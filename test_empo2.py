@@ -4235,7 +4235,7 @@ def test_a_model_that_the_cache_cannot_serve_is_refused(folder):
 
 @pytest.mark.parametrize("rank", ["score", "similarity", "recent"])
 def test_queries_of_a_turn_are_answered_as_each_alone(rank):
-    """Retrieval for seven queries at once is that for each; equal keys with equal scores: the oldest first."""
+    """Retrieval for seven queries at once is that for each; equal keys and scores: the oldest first."""
     generator, rng = torch.Generator().manual_seed(0), random.Random(0)
     memory, states = empo2.TipMemory(900, 4, 0.2, rank), unit(generator, 9, 384)
     for i in range(900):
@@ -4246,6 +4246,36 @@ def test_queries_of_a_turn_are_answered_as_each_alone(rank):
     for texts in together:
         numbers = [int(text.split()[1]) for text in texts]
         assert numbers == sorted(numbers) and len(numbers) >= 4
+
+
+def test_ties_among_tips_by_hand():
+    """Equal similarity: the higher score; equal scores, even fractions: the more similar; a cosine that
+    differs in its last bit is equal, and among equals the oldest is first.
+    """
+    key, near = torch.tensor([0.6, 0.8]), torch.tensor([0.8, 0.6])
+    after = torch.nextafter(key, torch.ones(2))
+    for rank, entries, order in (
+            ("similarity", ((key, 0), (key, 100), (near, 100)), [1, 0, 2]),
+            ("score", ((near, 0.1), (key, 0.0), (key, 0.1)), [2, 0, 1]),
+            ("score", ((key, 7), (after, 7), (key, 7), (after, 7)), [0, 1, 2, 3]),
+            ("similarity", ((key, 7), (after, 7), (key, 7), (after, 7)), [0, 1, 2, 3])):
+        memory = empo2.TipMemory(top_k=9, threshold=0.1, rank=rank)
+        for i, (state, score) in enumerate(entries):
+            memory.add(state, str(i), score, "a")
+        assert memory.retrieve(key[None], "a", [[]]) == [[str(i) for i in order]]
+
+
+def test_each_turn_shows_the_next_best_tips_and_counts_all(folder):
+    """With 7 tips and 2 a turn: the best two unseen each time, then one, then none; the bonus of tips counts
+    those that would have been shown to one who has seen nothing.
+    """
+    player = deaf_player(folder, [5], top_k=2, bonus="tips", tip_budget=900)
+    fill(player, [f"zebra {i}" for i in range(7)])           # scores 0 to 6
+    e, = player.play([(TASK, 0, "on-memory")], 1, 0.8, learn=False)
+    assert e.tips == [f"zebra {i}" for i in (6, 5, 4, 3, 2, 1, 0)] and e.retrieved == [2] * 5 + [2] * (
+        len(e.retrieved) - 5)
+    shown = [piece.ids for piece in e.pieces if piece.kind == "tips"]
+    assert [ids.count(player.policy.chat.data("zebra")[0]) for ids in shown] == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("limit, threads", [
@@ -4271,7 +4301,7 @@ def test_how_threads_wait_is_set_before_torch_starts_unless_the_user_did():
 
 
 def test_a_step_line_tells_the_speed_of_each_phase(capsys, quick, tmp_path):
-    """Seconds and tokens per second of rollout, tips and update; no tips without memory, no update for naive."""
+    """Seconds and tokens per second of rollout, tips, update; no tips without memory, no update for naive."""
     for algo, phases in (("empo2", "rollout tips update"), ("grpo", "rollout update"), ("naive", "rollout")):
         options = [*SMALL, "--env", "mini", "--runs", str(tmp_path), "--name", algo, "--algo", algo]
         assert empo2.main(options) == 0
@@ -4279,6 +4309,16 @@ def test_a_step_line_tells_the_speed_of_each_phase(capsys, quick, tmp_path):
         assert len(lines) == 1
         told = re.findall(r"; (\w+) \d+ s, (\d+) tokens/s", lines[0])
         assert [phase for phase, _ in told] == phases.split() and all(int(rate) > 0 for _, rate in told)
+
+
+def test_the_time_of_tips_is_not_that_of_the_rollout(monkeypatch, quick, tmp_path):
+    """Seconds of a phase are of that phase alone, and those of a step are their sum."""
+    judge = empo2.TipMemory.judge
+    monkeypatch.setattr(empo2.TipMemory, "judge", lambda *args: time.sleep(0.5) or judge(*args))
+    assert empo2.main([*SMALL, "--env", "mini", "--runs", str(tmp_path), "--name", "run"]) == 0
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert row["seconds_tips"] > 1 > row["seconds_rollout"] > 0 < row["seconds_update"] < 1
+    assert row["seconds"] == pytest.approx(sum(row[f"seconds_{x}"] for x in ("rollout", "tips", "update")))
 
 
 def test_a_row_per_episode_has_the_gradient_of_a_row_per_turn(batch):
