@@ -4276,6 +4276,10 @@ def test_each_turn_shows_the_next_best_tips_and_counts_all(folder):
         len(e.retrieved) - 5)
     shown = [piece.ids for piece in e.pieces if piece.kind == "tips"]
     assert [ids.count(player.policy.chat.data("zebra")[0]) for ids in shown] == [2, 2, 2, 1]
+    e = empo2.Episode(TASK, 0, "on-memory", f"{TASK}/0")     # it has seen what memory has no more
+    e.observations, e.tips = ["mild"], ["gone", "lost", "evicted"]
+    player.add_turns([e], [[1, 2]])
+    assert e.tips[3:] == ["zebra 6", "zebra 5"] and e.retrieved == [2]
 
 
 @pytest.mark.parametrize("limit, threads", [
