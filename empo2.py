@@ -925,6 +925,7 @@ def action_logps(policy, rows, temperature, counts=None):
                           logits_to_keep=act.roll(-1, dims=1)).logits                          # (n, V)
 
     def of_64(logits, ids):                                                                # (64, V), (64,)
+        """Log-probs of the ids and entropies, (64,) each, from logits, (64, V)."""
         logp = torch.log_softmax(logits.float() / temperature, -1)                             # (64, V)
         return logp.gather(-1, ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1).detach()      # (64,), (64,)
     parts = [checkpoint(of_64, *part, use_reentrant=False, preserve_rng_state=False)
