@@ -563,6 +563,7 @@ class TipMemory:
             keys, scores = self.tables.get(group) or self.tables.setdefault(group, (           # (M, D), (M,)
                 torch.stack([tip.key for tip in shelf]), torch.tensor([float(tip.score) for tip in shelf])))
             # Fast: one product for a turn's queries; only what can be shown is sorted, stably: oldest first.
+            # Rounded [O]: cosines of equal keys may differ in their last bit. Both ranks are one number.
             for q, cosine in enumerate((keys @ queries.T).T.double().round(decimals=6)):       # (M,)
                 rank = 1e6 * scores + cosine if self.rank == "score" else 1e9 * cosine + scores
                 rank[cosine <= self.threshold] = -math.inf
